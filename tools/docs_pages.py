@@ -22,8 +22,8 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import sections, shape_of
 from roll_lite.config.wording import field_type, in_words
 from roll_lite.observability.metric_table import DERIVED, METRICS
+from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.registry import REWARDS, reward_type
-from roll_lite.rewards.reward_type import RewardType
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKER = "<!-- Below this line `make docs` writes the page from the code. -->\n"

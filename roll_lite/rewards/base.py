@@ -1,4 +1,4 @@
-"""Calls reward functions and tells scores from failures.
+"""Base class of reward types; calls reward functions and tells scores from failures.
 
 A failure takes the sample out of training. Only the reference answer, a service or the machine may cause one. A bad response must get a low
 score, or the policy could learn to have wrong responses left out.
@@ -16,10 +16,12 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.reward_type import RewardType
 
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
@@ -47,6 +49,77 @@ class ResponseSuspected(RewardFailed):
     """
 
 
+class RewardType(Section):
+    """Base class of reward types. Its fields are the arguments in YAML.
+
+    Docstrings of types, each with a YAML example, and of fields become docs/rewards.md.
+    """
+
+    within_a_run: ClassVar[bool] = False
+    """True if only the processes of a run can compute the reward."""
+    reads_answer_first: ClassVar[bool] = False
+    """True if the reward reads the reference answer before the response, and scores an empty response quickly."""
+    answers_are_responses: ClassVar[bool] = True
+    """False if reference answers hold something else, such as tests, or if there are none."""
+    unshown: ClassVar[tuple[str, ...]] = ()
+    """Arguments that may hold a secret: messages never show their values."""
+
+    def __call__(self, sample: Any) -> Any:
+        """Score a sample, or a list of samples; sync or async, as a user's function may be."""
+        raise NotImplementedError
+
+    def lowest(self) -> float:
+        """Score of a response that caused a failure of the reward."""
+        return 0.0
+
+    def warm(self) -> None:
+        """Do a first call's slow work (imports, tables) before time limits run; ValueError if something is missing."""
+
+    def at_once(self) -> int | None:
+        """Maximum samples per call, for rewards that score lists; None: unlimited. The time limit of one sample holds for the whole
+        call."""
+        return None
+
+    def describe(self) -> str:
+        """Note for the user on how the reward runs here; may be empty."""
+        return ""
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        """Find the reward's problems in this configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
+        yield from ()
+
+    def needs_answer(self) -> bool:
+        return False
+
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        """Argument -> the data columns that it names. Defaults are left out."""
+        return {}
+
+    def response_for(self, answer: Any) -> str | None:
+        """Response that should be correct for this answer; None if there is none."""
+        return written(answer) if self.answers_are_responses else None
+
+
+def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
+    """Yield a problem if a time limit inside the reward (`seconds`) is not below the sample's `timeout_s`, which would end the sample
+    first."""
+    if seconds >= timeout_s:
+        message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
+        yield Problem(f"{place}.args.{argument}", message, value)
+
+
+WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
+
+
+def written(answer: Any, extract: str = "") -> str | None:
+    """Write a response with the answer in the form that `extract` requires (boxed, tagged). None if the answer is neither text nor
+    number."""
+    first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
+    if isinstance(first, bool) or not isinstance(first, str | int | float):
+        return None
+    return WRAPPED.get(extract, "{}").format(first)
+
+
 class RewardFunction:
     """Reward function with its arguments: sync or async, for one sample or a list."""
 
@@ -54,8 +127,8 @@ class RewardFunction:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
-        self._type = function if isinstance(function, RewardType) else RewardType()
-        self.at_once = self._type.at_once()
+        self.type = function if isinstance(function, RewardType) else RewardType()
+        self.at_once = self.type.at_once()
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None
@@ -66,9 +139,9 @@ class RewardFunction:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(self.score(item))
         try:
-            return self._called(item)
+            return _scored(self._called([item]))
         except ResponseSuspected as failure:
-            self._called(replace(item, response=HARMLESS_RESPONSE))
+            _scored(self._called([replace(item, response=HARMLESS_RESPONSE)]))
             return self._lowest(failure)
 
     async def score(self, item: RewardInput) -> Score:
@@ -76,62 +149,44 @@ class RewardFunction:
         if not self.is_async:
             return self(item)
         try:
-            return await self._awaited(item)
+            return _scored(await self._awaited([item]))
         except ResponseSuspected:
-            await self._awaited(replace(item, response=HARMLESS_RESPONSE))
+            _scored(await self._awaited([replace(item, response=HARMLESS_RESPONSE)]))
         try:  # the service may have recovered
-            return await self._awaited(item)
+            return _scored(await self._awaited([item]))
         except ResponseSuspected as failure:
             return self._lowest(failure)
 
-    def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
+    def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         """Score a list in one call of a sync function. RewardFailed if the whole call failed; then the caller scores each sample alone."""
-        if len(items) == 1:
-            return [self(items[0])]
-        with self._failures():
-            results = self._function(list(items), **self._args)
-        return self._many(results, len(items))
+        return [self(items[0])] if len(items) == 1 else self._called(items)
 
-    async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
+    async def scores_async(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         """Like `scores`, for an async function. If the function takes no lists, `items` must have a single sample."""
-        if len(items) == 1:
-            return [await self.score(items[0])]
-        with self._failures():
-            results = await self._function(list(items), **self._args)
-        return self._many(results, len(items))
-
-    def warm(self) -> None:
-        self._type.warm()
-
-    def describe(self) -> str:
-        return self._type.describe()
+        return [await self.score(items[0])] if len(items) == 1 else await self._awaited(items)
 
     def close(self) -> None:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
 
-    def _called(self, item: RewardInput) -> Score:
+    def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         with self._failures():
-            result = self._function([item] if self.is_batched else item, **self._args)
-        return self._one(result)
+            results = self._function(items if self.is_batched else items[0], **self._args)
+        return self._read(results, len(items))
 
-    async def _awaited(self, item: RewardInput) -> Score:
+    async def _awaited(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         with self._failures():
-            result = await self._function([item] if self.is_batched else item, **self._args)
-        return self._one(result)
+            results = await self._function(items if self.is_batched else items[0], **self._args)
+        return self._read(results, len(items))
 
     def _lowest(self, failure: RewardFailed) -> Score:
-        return Score(self._type.lowest(), False, {"verdict": failure.cause}, answer=None)
+        return Score(self.type.lowest(), False, {"verdict": failure.cause}, answer=None)
 
-    def _one(self, result: Any) -> Score:
-        score = self._many(result, 1)[0] if self.is_batched else to_score(result, self.name)
-        if isinstance(score, RewardFailed):
-            raise score
-        return score
-
-    def _many(self, results: Any, expected: int) -> list[Score | RewardFailed]:
-        if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
+    def _read(self, results: Any, expected: int) -> list[Score | RewardFailed]:
+        if not self.is_batched:
+            results = [results]
+        elif isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
             raise RewardFailed(f"reward {self.name}: returned {results!r:.80} for a list of samples; expected a list of as many scores")
         found = list(results)
         if len(found) != expected:
@@ -141,10 +196,8 @@ class RewardFunction:
         return [self._score_or_failure(one) for one in found]
 
     def _score_or_failure(self, result: Any) -> Score | RewardFailed:
-        if isinstance(result, RewardFailed):
-            return result
         try:
-            return to_score(result, self.name)
+            return result if isinstance(result, RewardFailed) else to_score(result, self.name)
         except RewardFailed as failure:
             return failure
 
@@ -160,6 +213,13 @@ class RewardFunction:
             kind = ResponseSuspected if isinstance(self._function, RewardType) and isinstance(error, BY_INPUT) else RewardFailed
             where = f"({last.filename}, line {last.lineno})"
             raise kind(f"reward {self.name}: {type(error).__name__}: {error} {where}") from error
+
+
+def _scored(scores: list[Score | RewardFailed]) -> Score:
+    [score] = scores
+    if isinstance(score, RewardFailed):
+        raise score
+    return score
 
 
 def is_batched(function: Callable[..., Any]) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import RewardFailed, RewardType
 
 
 class EnvironmentReward(RewardType):

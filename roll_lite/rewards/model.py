@@ -15,9 +15,8 @@ from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.files import is_folder
 from roll_lite.models.model_files import chat_templates
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardType
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled, filling, is_chat
-from roll_lite.rewards.reward_type import RewardType
 
 ScoredText = str | list[dict[str, str]]
 """Input of a reward model: a text, or chat messages for its chat template."""

@@ -6,24 +6,30 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from statistics import mean, median
+from typing import Annotated, Any
 
-from roll_lite.config.schema.domains import DomainConfig, RewardConfig
+from pydantic import BaseModel, Field, ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.prompts import PromptSet, Split, load_prompts
-from roll_lite.data.row_values import RowError
-from roll_lite.data.samples import FinishReason, Prompt, RewardInput
-from roll_lite.data.sources import Row, read_rows
-from roll_lite.data.templates import Template, load_tokenizer
+from roll_lite.data.samples import FinishReason, Prompt, RewardInput, Score
+from roll_lite.data.sources import read_rows
+from roll_lite.data.templates import load_tokenizer
 from roll_lite.data.user_function import nearest_aside
-from roll_lite.rewards.preview_table import Looked, References, render, render_references
+from roll_lite.rewards.base import RewardType, written
 from roll_lite.rewards.registry import REWARDS, typed_reward
-from roll_lite.rewards.reward_type import RewardType, written
 from roll_lite.rewards.running.reward_process import RewardProcess
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
@@ -31,8 +37,25 @@ INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`)
 REFERENCES_S = 30.0
 """Time limit in seconds for checking the reference answers, unless `Look.limit` is None."""
 
+PLAIN_WIDTH = 140
+LONGEST_CELL = 160
+LONGEST_CAUSE = 300
+REFERENCES_SHOWN = 10
+COLUMNS = ("prompt #", "prompt", "response", "answer", "extracted", "score", "verdict", "format", "time")
+SHARES = {"prompt": 4, "response": 3, "answer": 2, "extracted": 2, "verdict": 2}
+"""Columns' shares of the width that the narrow ones leave."""
+
 Try = tuple[Prompt, str, str]
 """Prompt, response and finish reason."""
+
+
+class Given(BaseModel):
+    """Line of a file with responses."""
+
+    response: str
+    prompt: Any = None
+    prompt_uid: Annotated[int, Field(strict=True)] | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,31 @@ class Look:
     responses: Path | None = None
     """JSON lines or a table, with `response` and `prompt_uid` or `prompt`, such as a run's samples."""
     column: str | None = None
+
+
+@dataclass(frozen=True)
+class Looked:
+    prompt: Prompt
+    response: str
+    score: Score | str
+    """Score, or the cause of failure."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class References:
+    total: int
+    unreadable: dict[int, str]
+    """Prompt uid -> why its reference answer is unreadable."""
+    read: int
+    """References read; less than all if the time ran out."""
+
+    def summary(self) -> str:
+        of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
+        if not self.unreadable:
+            return f"references: {'all ' if not of_all else ''}{self.read}{of_all}{',' if of_all else ''} can be read"
+        share = len(self.unreadable) / max(self.read, 1)
+        return f"references: {len(self.unreadable)} of {self.read}{of_all} cannot be read ({share:.2%})"
 
 
 def preview(config: RunConfig, look: Look) -> int:
@@ -113,25 +161,12 @@ def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) 
         given = list(islice(_readable(look.responses, name), look.limit))
         if not given:
             raise ValueError(f"--responses: {look.responses} has no response of domain {name}")
-        uids = [content.get("prompt_uid") for _, content in given]
-        needed = None if reads_all or None in uids else 1 + max(uid for uid in uids if uid is not None)
-        prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, needed)
-        template = Template(domain.template, domain.data.prompt, tokenizer, f"domains.{name}.template")
-        by_text: dict[str, list[Prompt]] = {}
-        for prompt in prompts if None in uids else ():
-            by_text.setdefault(prompt.text, []).append(prompt)
-        return prompts, [_given(row, content, prompts, by_text, _texts(content, domain, template)) for row, content in given]
-    nothing = None
-    if look.column is None and domain.data.answer is None:
-        nothing = f"domains.{name}.data.answer: there are no reference answers"
-    elif look.column is None and reward is not None and (what := reward.no_response()):
-        nothing = f"domains.{name}.reward.name: nothing to score: the answers of {domain.reward.name!r} are {what}"
-    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, 1 if nothing else None if reads_all else look.limit)
-    if nothing:
-        own = (domain.data.prompt, domain.data.answer)
-        columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
-        there_are = f"; there are {', '.join(columns)}" if columns else ""
-        raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
+        prompts, by_text = load_prompts(name, domain, look.split, tokenizer, config.domains, None), dict[str, list[Prompt]]()
+        for prompt in prompts:
+            for text in {repr(prompt.text), repr(prompt.question)}:
+                by_text.setdefault(text, []).append(prompt)
+        return prompts, [_chosen(place, one, prompts, by_text) for place, one in given]
+    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, None if reads_all else look.limit)
     return prompts, [(prompt, _response(prompt, reward, look), FinishReason.STOP) for prompt in islice(prompts, look.limit)]
 
 
@@ -142,12 +177,16 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
         return text
     response = written(prompt.answer) if reward is None else reward.response_for(prompt.answer)
     if response is None:
-        problem = f"its answer {prompt.answer!r:.80} is no text that could be a response"
-        raise ValueError(f"prompt {prompt.uid}: {problem}; give --responses FILE")
+        texts = [
+            column for column, value in prompt.columns.items() if isinstance(value, str) and value not in (prompt.question, prompt.answer)
+        ]
+        there_are = f"; there are {', '.join(texts)}" if texts else ""
+        problem = f"prompt {prompt.uid}: its answer {prompt.answer!r:.80} is no response that could be right"
+        raise ValueError(f"{problem}; give {INSTEAD}{there_are}")
     return response
 
 
-def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
     """Read this domain's lines of the file, without failed samples of a run. ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
@@ -155,45 +194,31 @@ def _readable(file: Path, domain: str) -> Iterator[tuple[Row, Mapping[str, Any]]
             raise ValueError(f"{place}: {content}")
         if content.get("domain", domain) != domain or ("failure" in content and content.get("finish_reason") is None):
             continue
-        uid, reason = content.get("prompt_uid"), content.get("finish_reason")
-        if not isinstance(content.get("response"), str):
-            raise ValueError(f"{place}: column 'response': must be a text, got {content.get('response')!r:.80}")
-        if uid is None and "prompt" not in content:
+        try:
+            given = Given.model_validate(content)
+        except ValidationError as problems:
+            first = problems.errors()[0]
+            raise ValueError(f"{place}: column {first['loc'][0]!r}: {first['msg']}, got {first['input']!r:.80}") from None
+        if given.prompt_uid is None and given.prompt is None:
             raise ValueError(f"{place}: which prompt? It needs `prompt_uid` or `prompt`")
-        if uid is not None and type(uid) is not int:
-            raise ValueError(f"{place}: column 'prompt_uid': must be a whole number, got {uid!r:.80}")
-        if reason is not None and reason not in tuple(FinishReason):
-            raise ValueError(f"{place}: column 'finish_reason': must be one of {', '.join(FinishReason)}, got {reason!r:.80}")
-        yield row, content
+        yield place, given
 
 
-def _texts(content: Mapping[str, Any], domain: DomainConfig, template: Template) -> list[str]:
-    """Possible texts of the prompt in a line of responses: as given, and with the template applied."""
-    if "prompt" not in content:
-        return []
-    texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
-    try:
-        return [*texts, template.render({domain.data.prompt: content["prompt"]})]
-    except RowError:  # the template needs further columns
-        return texts
-
-
-def _given(row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Mapping[str, list[Prompt]], texts: list[str]) -> Try:
-    uid, place = content.get("prompt_uid"), f"--responses: {row.place}"
+def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, list[Prompt]]) -> Try:
+    uid, text = given.prompt_uid, given.prompt
     if uid is None:
-        found = [prompt for text in texts for prompt in by_text.get(text, [])]
+        found = by_text.get(repr(text), [])
         if not found or any(prompt.answer != found[0].answer for prompt in found):
             problem = "stands there with several answers; name one by `prompt_uid`" if found else "is not in the domain's data"
-            raise ValueError(f"{place}: the prompt {content['prompt']!r:.80} {problem}")
+            raise ValueError(f"{place}: the prompt {text!r:.80} {problem}")
         prompt = found[0]
     elif 0 <= uid < len(prompts):
         prompt = prompts[uid]
     else:
         raise ValueError(f"{place}: there is no prompt {uid}; the data has {len(prompts)}")
-    if texts and prompt.text not in texts:
-        message = f"prompt {prompt.uid} of the data is {prompt.text!r:.80}, not {content['prompt']!r:.80}"
-        raise ValueError(f"{place}: {message}; is it of the other --split?")
-    return prompt, content["response"], content.get("finish_reason") or FinishReason.STOP
+    if text not in (None, prompt.text, prompt.question):
+        raise ValueError(f"{place}: prompt {prompt.uid} of the data is {prompt.text!r:.80}, not {text!r:.80}; is it of the other --split?")
+    return prompt, given.response, given.finish_reason or FinishReason.STOP
 
 
 # ---------------------------------------------------------------- references
@@ -214,3 +239,92 @@ def read_references(
             read[prompts[number].uid] = score if isinstance(score, str) else None
             progress(len(read))
     return References(len(prompts), {uid: cause for uid, cause in sorted(read.items()) if cause is not None}, len(read))
+
+
+# ---------------------------------------------------------------- table
+
+
+def render(looked: Sequence[Looked], title: str) -> None:
+    console = _console()
+    console.print(_table(looked))
+    for cause, prompts in _causes(looked).items():
+        more = ", ..." if len(prompts) > 5 else ""
+        listed = ", ".join(map(str, prompts[:5]))
+        console.print(Text(f"failed {len(prompts)} x (prompt {listed}{more}): {cause}", style="red"), soft_wrap=True)
+    console.print(Text(summary(looked, title)), soft_wrap=True)
+
+
+def render_references(references: References, shows_all: bool) -> None:
+    console = _console()
+    style = "red" if references.unreadable else "green"
+    console.print(Text(references.summary(), style=style), soft_wrap=True)
+    shown = list(references.unreadable.items())[: None if shows_all else REFERENCES_SHOWN]
+    for uid, cause in shown:
+        console.print(Text(f"  prompt {uid}: {cause[:LONGEST_CAUSE]}"), soft_wrap=True)
+    if len(shown) < len(references.unreadable):
+        console.print(Text(f"  and {len(references.unreadable) - len(shown)} more; --limit 0 lists them all"), soft_wrap=True)
+
+
+def _console() -> Console:
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+def summary(looked: Sequence[Looked], title: str) -> str:
+    scores = [one.score for one in looked if not isinstance(one.score, str)]
+    correct = sum(score.is_correct for score in scores)
+    correct_of_all = f"{len(looked)} {title}: {correct} correct ({correct / len(looked):.0%})"
+    parts = [correct_of_all, f"{len(scores) - correct} wrong", f"{len(looked) - len(scores)} failed"]
+    slowest = max(looked, key=lambda one: one.seconds)
+    times = f"median {_time(median(one.seconds for one in looked))}, slowest {_time(slowest.seconds)} (prompt {slowest.prompt.uid})"
+    value = f"; mean score {mean(score.value for score in scores):.4g}" if scores else ""
+    return f"{', '.join(parts)}{value}; {times}"
+
+
+def _table(looked: Sequence[Looked]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, ratio=SHARES.get(name), no_wrap=name not in SHARES, overflow="fold", min_width=len(name))
+    for one in looked:
+        table.add_row(*_cells(one))
+    return table
+
+
+def _cells(one: Looked) -> list[Text]:
+    score = one.score
+    value, extracted, has_format = "", "", ""
+    if not isinstance(score, str):
+        value, has_format = f"{score.value:.4g}", {None: "", True: "yes", False: "no"}[score.format_ok]
+        others = ", ".join(f"{key}: {part}" for key, part in score.details.items() if key != "verdict")
+        extracted = str(score.details.get("extracted", others))
+    answer = "" if one.prompt.answer is None else str(one.prompt.answer)
+    texts = [str(one.prompt.uid), *map(_short, (one.prompt.text, one.response, answer, extracted)), value]
+    return [*map(Text, texts), _verdict(score), Text(has_format), Text(_time(one.seconds))]
+
+
+def _verdict(score: Score | str) -> Text:
+    """Verdict, with the reward's reason if the response is wrong."""
+    if isinstance(score, str):
+        return Text("FAILED", "bold red")
+    if score.is_correct:
+        return Text("correct", "green")
+    why = score.details.get("verdict")
+    return Text(f"wrong: {_short(why)}" if isinstance(why, str) and why else "wrong", "red")
+
+
+def _short(text: str) -> str:
+    """Shorten a long text to its beginning and end: a prompt's question may be at either."""
+    text = text.strip().replace("\n", "⏎ ")
+    half = (LONGEST_CELL - 5) // 2
+    return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _causes(looked: Sequence[Looked]) -> dict[str, list[int]]:
+    counted = Counter(one.score for one in looked if isinstance(one.score, str))
+    return {cause[:LONGEST_CAUSE]: [one.prompt.uid for one in looked if one.score == cause] for cause, _ in counted.most_common()}

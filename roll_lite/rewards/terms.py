@@ -10,8 +10,7 @@ from pydantic import Field
 
 from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed, RewardFunction, checked_score
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import RewardFailed, RewardFunction, RewardType, checked_score
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ class Reward:
 
     def warm(self) -> None:
         for function in self.functions:
-            function.warm()
+            function.type.warm()
 
     def describe(self) -> str:
-        return "; ".join(filter(None, (function.describe() for function in self.functions)))
+        return "; ".join(filter(None, (function.type.describe() for function in self.functions)))
 
     def close(self) -> None:
         for function in self.functions:
@@ -100,12 +99,12 @@ class LengthReward(RewardType):
     ```
     """
 
+    answers_are_responses = False
+
     target: Count | None = None
     """Ideal length."""
     limit: Count | None = None
     """Longest ideal length, instead of a target."""
-    tolerance: Count = 0
-    """Distance from the target that still counts as ideal."""
     width: Annotated[int, Field(ge=1)] = 100
     """Distance from the ideal length at which the value is 0."""
     unit: Literal["characters", "words"] = "characters"
@@ -116,23 +115,12 @@ class LengthReward(RewardType):
         if self.limit is not None and self.target is not None:
             yield "limit", "length takes target or limit, not both; remove one"
 
-    @rule
-    def _of_a_target(self) -> Mistakes:
-        if self.tolerance and self.target is None:
-            yield "tolerance", "is that of a target, and there is none; remove it, or give a target"
-
     def __call__(self, sample: RewardInput) -> Score:
         count = len(sample.response) if self.unit == "characters" else len(sample.response.split())
-        if self.target is not None:
-            off = max(0, abs(count - self.target) - self.tolerance)
-        elif self.limit is not None:
-            off = max(0, count - self.limit)
-        else:
+        if self.target is None and self.limit is None:
             return Score(min(1.0, count / self.width), None, {self.unit: float(count)})
+        off = max(0, count - self.limit) if self.limit is not None else abs(count - (self.target or 0))
         return Score(max(0.0, 1 - off / self.width), off == 0, {self.unit: float(count)})
-
-    def no_response(self) -> str:
-        return "nothing"
 
 
 class RepetitionReward(RewardType):
@@ -146,6 +134,8 @@ class RepetitionReward(RewardType):
         - {name: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
     ```
     """
+
+    answers_are_responses = False
 
     n: Annotated[int, Field(ge=1)] = 4
     """Length of the n-grams."""
@@ -163,6 +153,3 @@ class RepetitionReward(RewardType):
         different = len({tuple(parts[start : start + self.n]) for start in range(count)})
         share = 1 - different / count
         return Score(max(0.0, share - self.free) / (1 - self.free), None, {"repeated": share})
-
-    def no_response(self) -> str:
-        return "nothing"

@@ -102,7 +102,7 @@ class Tests:
             known = self._ask({"do": "begin"})["names"]
             names = {name: self._read(known[name][0]) if known[name] else Remote(self, name) for name in test["names"] if name in known}
         try:
-            import_modules(test)
+            import_modules(test["imports"])
         except ImportError as error:
             return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
         self._inside, self._used = test["inside"], any(not isinstance(value, Remote) for value in names.values())
@@ -190,12 +190,9 @@ class Tests:
         raise _Aborted(why)
 
 
-def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Run the test's import statements (`test["imports"]`). Returns name -> module for the modules that the test uses without importing
-    them (`test["modules"]`: name -> path)."""
-    for statement in test["imports"]:
+def import_modules(statements: list[str]) -> None:
+    for statement in statements:
         exec(statement, {})
-    return {name: importlib.import_module(path) for name, path in test["modules"].items()}
 
 
 def _error(answer: dict[str, Any]) -> Exception:
@@ -224,7 +221,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__
-    known |= {**import_modules(test), **names, "RUN_TEST_CLASSES": lambda: run_test_classes(known)}
+    known |= {**names, "RUN_TEST_CLASSES": lambda: run_test_classes(known)}
     failed: list[str] = []
     wrong, loaded, operators = "", None, None
     try:

@@ -74,10 +74,7 @@ def die_first() -> None:
 
 
 def make_group() -> Group | None:
-    """Create a control group below this process's group or, for an ordinary user, beside it; None if that is not permitted."""
-    # If both places work, the group that counts more resources is used: below a group that itself has processes, the kernel grants fewer
-    # controllers.
-    best: Group | None = None
+    """Create a control group beside this process's group or, for root or where that is not permitted, below it. None if neither is."""
     for parent in _parents():
         with contextlib.suppress(OSError):
             for old in claimed_by_none(parent, PREFIX):
@@ -88,15 +85,10 @@ def make_group() -> Group | None:
             folder = f"{parent}/{PREFIX}{os.getpid()}"
             os.mkdir(folder)  # noqa: PTH102
             try:
-                group = Group(folder)
+                return Group(folder)
             except OSError:
                 remove_group(folder)
-                raise
-            if best is None or len(group.counts) > len(best.counts):
-                best, group = group, best
-            if group is not None:
-                remove_group(group.folder)
-    return best
+    return None
 
 
 def remove_group(folder: str) -> None:
@@ -110,6 +102,7 @@ def remove_group(folder: str) -> None:
 
 
 def _parents() -> list[str]:
+    """Groups in which to create one, best first."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as stream:  # noqa: PTH123
             own = next(line.rstrip("\n")[3:] for line in stream if line.startswith("0::"))
@@ -121,6 +114,6 @@ def _parents() -> list[str]:
         root, point = fields[3], fields[4]
         if own == root or own.startswith(f"{root.rstrip('/')}/"):
             place = f"{point}/{own[len(root.rstrip('/')) :].strip('/')}".rstrip("/")
-            above = os.path.dirname(place)  # noqa: PTH120
-            return [place, above] if os.getuid() != 0 and place != point else [place]
+            # Below a group that itself has processes, the kernel grants fewer controllers.
+            return [os.path.dirname(place), place] if os.getuid() != 0 and place != point else [place]  # noqa: PTH120
     return []

@@ -33,7 +33,6 @@ main(settings["control"], settings)
 START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
-START_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -287,18 +286,11 @@ class Sandbox:
         """Start the sandbox if it is not running. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
-        before = self.protections
-        for attempt in range(START_ATTEMPTS):
-            try:
-                now = self.start()
-                if before is not None and (lost := [name for name in now.missing if name not in before.missing]):
-                    self.close()
-                    self.protections = before
-                    raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
-                return
-            except SandboxTrouble:
-                if attempt == START_ATTEMPTS - 1:
-                    raise
+        before, now = self.protections, self.start()
+        if before is not None and (lost := [name for name in now.missing if name not in before.missing]):
+            self.close()
+            self.protections = before
+            raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
 
     def _forget(self) -> None:
         if self._running is not None:

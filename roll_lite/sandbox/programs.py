@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import builtins
 import contextlib
 import functools
 import gc
@@ -193,16 +192,11 @@ def _print(file: int, data: dict[str, Any]) -> None:
         stream.write((data["line"] if "line" in data else json.dumps(data)) + "\n")
 
 
-def _expression(order: dict[str, Any]) -> None:
-    names = {"__builtins__": builtins} | {name: importlib.import_module(name) for name in order.get("modules", ())}
-    _print(RESULT, {"value": encode(eval(compile(order["source"].strip(), "<expression>", "eval", dont_inherit=True), names))})
-
-
 def _serve(order: dict[str, Any]) -> None:
     """Run the program, then answer the tests' calls. Modules that the tests or the program import are loaded first, since the program could
     replace those loaded later."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
-        import_modules(order)
+        import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
         with contextlib.suppress(Exception, SystemExit):  # the program will run into the error itself
             exec(statement, {})
@@ -257,7 +251,6 @@ def _repl(order: dict[str, Any]) -> None:
 MODES: dict[str, Callable[[dict[str, Any]], object]] = {
     "script": lambda order: _module(order, "__main__"),
     "calls": _calls,
-    "expression": _expression,
     "serve": _serve,
     "tests": _tests,
     "repl": _repl,

@@ -182,11 +182,8 @@ X32 = 0x40000000
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
 """Offset of the call's arguments in `struct seccomp_data`."""
-ALLOW, KILL = 0x7FFF0000, 0x80000000
-
-
-def _refuse(number: int) -> int:
-    return 0x00050000 | number
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+"""Verdicts of the filter; REFUSE takes an error number."""
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
@@ -202,8 +199,8 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
         code += [(JUMP_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
     denied = DENIED if own_pid is None else DENIED + ATTRIBUTES
     for number in (numbers[column] for numbers in denied if numbers[column] >= 0):
-        code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, _refuse(errno.EPERM))]
-    code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, _refuse(errno.ENOSYS))]
+        code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | errno.EPERM)]
+    code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
     if own_pid is not None:
         code += _only_own(own_pid, OF_OTHERS if signals_stay else SIGNALS + OF_OTHERS, column)
         # Only streams and sequenced packets: a datagram socket can send to any other socket by name.
@@ -232,7 +229,7 @@ def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[t
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
     """Instructions that refuse a system call unless a test of its argument succeeds. A test succeeds by jumping past the refusal."""
-    block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
+    block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, REFUSE | errno.EPERM), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 

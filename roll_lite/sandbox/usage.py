@@ -23,8 +23,6 @@ FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
 """Approximate bytes of kernel memory per memory mapping."""
 MOST_MAPPINGS = 65530
-BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
-"""Lines of /proc/PID/status, in kB, that count as memory besides the resident set."""
 LONGEST_MAPS = 1 << 20
 """Maximum bytes read of a process's table of mappings; a longer table counts as the maximum number of mappings."""
 
@@ -74,7 +72,7 @@ class Usage:
             try:
                 fields = _fields(process)
                 thread = _living_thread(process, fields)
-                status = _content(process, f"{thread}status")
+                status = _status(process, thread)
                 shown = _fields(process, thread)
             except OSError:  # ended meanwhile
                 continue
@@ -82,8 +80,9 @@ class Usage:
             if process == counted:
                 self._mappings[key] = _mappings(process, thread)
             own = self._own_pages if self._is_forked(shown) else 0
-            memory += max(0, int(shown[21]) - own) * PAGE + _beside_resident(status) + self._mappings.get(key, 0) * OF_MAPPING
-            threads += _threads(status)
+            memory += max(0, int(shown[21]) - own) * PAGE + self._mappings.get(key, 0) * OF_MAPPING
+            memory += (status.get(b"VmPTE:", 0) + status.get(b"VmSwap:", 0)) << 10
+            threads += status.get(b"Threads:", 1)
             used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
             cpu += sum(used)
             if key not in self._seen and process != first and fields[0] == b"R":
@@ -193,18 +192,15 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
     return ""
 
 
-def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """Words of each line that starts with one of the names. Split only at line feeds: a process name may contain other line ends."""
-    return [line.split() for line in status.split(b"\n") if line.startswith(names)]
-
-
-def _beside_resident(status: bytes) -> int:
-    return sum(int(words[1]) << 10 for words in _lines(status, BESIDE_RESIDENT))
+def _status(process: int, thread: str = "") -> dict[bytes, int]:
+    """Numbers of /proc/PID/status by name; memory in kB. Split only at line feeds: a process name may contain other line ends."""
+    lines = [line.split() for line in _content(process, f"{thread}status").split(b"\n")]
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
 
 def _has_memory(process: int) -> bool:
     try:
-        return bool(_lines(_content(process, "status"), b"VmSize:"))
+        return b"VmSize:" in _status(process)
     except OSError:  # ended meanwhile
         return False
 
@@ -215,10 +211,6 @@ def _mappings(process: int, thread: str) -> int:
     except OSError:  # ended meanwhile, or not visible
         return 0
     return MOST_MAPPINGS if len(maps) == LONGEST_MAPS else maps.count(b"\n")
-
-
-def _threads(status: bytes) -> int:
-    return next((int(words[1]) for words in _lines(status, b"Threads:")), 1)
 
 
 def _share(process: int) -> float:

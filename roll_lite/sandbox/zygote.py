@@ -32,7 +32,6 @@ from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, res
 from roll_lite.sandbox.kernel import KILL, PAUSE
 from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.programs import run_program
-from roll_lite.sandbox.shared import share_in_files
 from roll_lite.sandbox.usage import Usage
 
 WARM = """
@@ -86,8 +85,6 @@ def main(control: int, settings: dict[str, Any]) -> None:
     kernel.libc.mallopt(M_ARENA_MAX, 1)  # otherwise each thread reserves 64 MB of address space
     for name in WARM.split():
         importlib.import_module(name)
-    if walls.kind == "landlock":
-        share_in_files()
     tempfile.tempdir = None  # programs read it from their environment
     LOADED.add()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -52,8 +52,6 @@ JUDGED = "url: 'http://h/v1', model: m"
 READS = "domains: {copy: {reward: {timeout_s: 90, name: %s, args: {%s}}}}"
 COLUMNS = {
     "options": ("choice", "options: opts", "options", "'options'"),
-    "ids": ("instruction", "ids: nocol", "ids", "answer, options, prompt"),
-    "arguments": ("instruction", "arguments: nocol", "arguments", "answer, options, prompt"),
     "tests": ("code", "column: tests", "column", "answer, options, prompt"),
     "for a service": ("remote", "url: 'http://h', columns: [answer, promt]", "columns", "'prompt'"),
     "of a judge's template": ("judge", JUDGED + ", template: '{response} {optons}'", "template", "'options'"),

@@ -14,16 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from math_verify import parse, verify
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from roll_lite.data.samples import RewardInput
+from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.math import MathReward
 from roll_lite.rewards.text.exact import ExactReward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny"
-REWARDS = {"add": MathReward(), "make": MathReward(profile="math_verify"), "repeat": ExactReward()}
+
+
+def is_sum(sample: RewardInput) -> Score:
+    return Score(float(verify(parse(str(sample.answer)), parse(f"${sample.response}$"))))
+
+
+REWARDS = {"add": MathReward(), "make": is_sum, "repeat": ExactReward()}
 LONGEST = {"add": 3, "make": 6, "repeat": 10}
 """Tokens of the longest right answer, the end included."""
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction, to_score
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction, RewardType, to_score
 from roll_lite.rewards.running.batch_scorer import BatchScorer
 from roll_lite.rewards.terms import Reward, Term
 

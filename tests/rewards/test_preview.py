@@ -191,14 +191,14 @@ def test_the_samples_of_a_run(project: Path, capfd: pytest.CaptureFixture[str]) 
         ({"prompt_uid": 3, "response": "1"}, "there is no prompt 3; the data has 3"),
         ({"prompt": "7+7=", "response": "1"}, "the prompt '7+7=' is not in the domain's data"),
         ({"response": "1"}, "which prompt? It needs `prompt_uid` or `prompt`"),
-        ({"prompt_uid": 1.5, "response": "1"}, "column 'prompt_uid': must be a whole number, got 1.5"),
-        ({"prompt_uid": [0], "response": "1"}, "column 'prompt_uid': must be a whole number, got [0]"),
+        ({"prompt_uid": 1.5, "response": "1"}, "column 'prompt_uid': Input should be a valid integer, got 1.5"),
+        ({"prompt_uid": [0], "response": "1"}, "column 'prompt_uid': Input should be a valid integer, got [0]"),
         (
             {"prompt_uid": 0, "response": "1", "finish_reason": "tired"},
-            "'finish_reason': must be one of stop, length, abort, max_turns, got 'tired'",
+            "'finish_reason': Input should be 'stop', 'length', 'abort' or 'max_turns', got 'tired'",
         ),
-        ({"prompt_uid": 0, "response": "1", "finish_reason": {}}, "column 'finish_reason': must be one of"),
-        ({"prompt_uid": 0, "response": 1}, "column 'response': must be a text, got 1"),
+        ({"prompt_uid": 0, "response": "1", "finish_reason": {}}, "column 'finish_reason': Input should be"),
+        ({"prompt_uid": 0, "response": 1}, "column 'response': Input should be a valid string, got 1"),
         ({"domain": "other", "prompt_uid": 0, "response": "1"}, "has no response of domain sums"),
     ],
 )
@@ -235,15 +235,14 @@ def test_responses_come_from_one_place(project: Path, capfd: pytest.CaptureFixtu
 
 
 def test_domains_without_reference_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert look("domains.sums.data.answer=null", "domains.sums.reward={name: format, args: {preset: boxed}}") == 2
-    assert "domains.sums.data.answer: there are no reference answers; give --responses FILE" in capfd.readouterr().err
+    assert look("domains.sums.data.answer=null") == 2
+    assert "prompt 0: its answer None is no response that could be right; give --responses FILE" in capfd.readouterr().err
+    assert look("domains.sums.reward={name: format, args: {preset: boxed}}") == 2
+    assert "prompt 0: its answer '2' is no response that could be right" in capfd.readouterr().err
     lines([{"prompt": "1+1=", "answer": "2", "solution": "1 + 1", "source": "me"}]).to(project / "train.jsonl")
-    expression = (*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['sum']}")
-    assert look(*expression) == 2
+    assert look(*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['sum']}") == 2
     told = capfd.readouterr().err
-    assert (
-        told.count("\n") == 1 and "nothing to score: the answers of 'code' are values, and a response is an expression with 'sum'" in told
-    )
+    assert told.count("\n") == 1
     assert told.endswith("or --column NAME for a column of the data with right ones; there are solution, source\n")
     assert look("--domain", "sum") == 2
     assert "'sum' is no domain, did you mean 'sums'?" in capfd.readouterr().err

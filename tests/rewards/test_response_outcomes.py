@@ -18,7 +18,7 @@ from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import HARMLESS_RESPONSE, RewardFailed
 from roll_lite.rewards.http import client as http_client
-from roll_lite.rewards.http import verdict as verdict_module
+from roll_lite.rewards.http import judge as judge_module
 from roll_lite.rewards.registry import REWARDS
 from roll_lite.rewards.running.batch_scorer import BatchScorer
 from roll_lite.rewards.text import format as format_module
@@ -263,7 +263,7 @@ def test_a_pattern_that_runs_out_of_time_on_a_quoted_response_gives_it_0(monkeyp
     def quote(request: Any, number: int) -> Reply:
         return verdict(request["messages"][0]["content"] + "\nScore: 1")
 
-    monkeypatch.setattr(verdict_module, "FORMAT_SECONDS", 0.2)
+    monkeypatch.setattr(judge_module, "FORMAT_SECONDS", 0.2)
     with StubServer(quote) as server:
         args = {"url": server.url, "model": "m", "template": "{response}", "pattern": r"(?:^(?:a+)+$|Score: )(\d)", "scale": [0, 1]}
         scoring, _ = BatchScorer.of(RewardConfig(name="judge", args=args, timeout_s=60), "reward")

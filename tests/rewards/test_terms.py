@@ -24,7 +24,6 @@ def item(response: str, answer: Any = None) -> RewardInput:
         ("x" * 50, {"target": 50, "width": 10}, 1.0),
         ("x" * 53, {"target": 50, "width": 10}, 0.7),
         ("x" * 45, {"target": 50, "width": 10}, 0.5),
-        ("x" * 53, {"target": 50, "width": 10, "tolerance": 3}, 1.0),
         ("x" * 90, {"target": 50, "width": 10}, 0.0),
         ("x" * 50, {"limit": 50}, 1.0),
         ("", {"limit": 50}, 1.0),

@@ -14,7 +14,7 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -126,20 +126,13 @@ def _harness() -> bytes:
     return packed.getvalue()
 
 
-_OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
-
-
+@cache
 def backend_of(
-    remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
+    remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: tuple[str, ...], python_path: tuple[str, ...]
 ) -> Backend:
     """This process's backend for these settings, started at first use. RewardFailed if programs cannot be isolated."""
-    key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
-    if key not in _OF_PROCESS:
-        _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)
-    return _OF_PROCESS[key]
-
-
-def _local(parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]) -> SandboxPool:
+    if remote is not None:
+        return RemoteSandbox(remote)
     pool = SandboxPool(parallel, allow_unprotected, readable=readable, python_path=python_path)
     try:
         pool.start()

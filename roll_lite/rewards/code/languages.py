@@ -31,13 +31,16 @@ LANGUAGES: dict[str, Language] = {
     "javascript": Language(file="main.js", run=["node", "main.js"], address_space=False),
     "c": Language(file="main.c", run=["./main"], compile=["sh", "-c", "gcc -O1 -o main main.c -lm && cat main >&3"]),
     "c++": Language(file="main.cpp", run=["./main"], compile=["sh", "-c", "g++ -O1 -std=c++17 -o main main.cpp && cat main >&3"]),
-    "perl": Language(file="main.pl", run=["perl", "main.pl"]),
-    "ruby": Language(file="main.rb", run=["ruby", "main.rb"]),
 }
-NEEDS = {"bash": "bash", "javascript": "node", "c": "gcc", "c++": "g++", "perl": "perl", "ruby": "ruby"}
+NEEDS = {"c": "gcc", "c++": "g++"}
+"""Compilers that a shell command calls."""
 ALIASES = {"py": "python", "python3": "python", "sh": "bash", "shell": "bash", "js": "javascript", "node": "javascript", "cpp": "c++"}
-OPENING = re.compile(r"^(?P<indent>[ \t]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<tag>[\w+#.-]*+)[^`\n]*+$")
-LINE = re.compile(r"[^\n]*\n|[^\n]+")
+BLOCK = re.compile(
+    r"^(?P<indent>[ \t]*+)(?P<fence>(?P<mark>[`~])(?P=mark){2,}+)[ \t]*+(?P<tag>[\w+#.-]*+)[^`\n]*+\n"
+    r"(?P<code>(?s:.*?))(?:^[^\S\n]*(?P<end>(?P=fence)(?P=mark)*+)[^\S\n]*$|\Z)",
+    re.MULTILINE,
+)
+"""Fenced block. One without an end extends to the end of the text."""
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
@@ -46,19 +49,13 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
-        if plain in commands:
-            language = commands[plain]
-            needed = (language.compile or language.run)[0]
-        elif plain == "python":
-            found[plain] = None
-            continue
-        elif plain in LANGUAGES:
-            language, needed = LANGUAGES[plain], NEEDS[plain]
-        else:
+        language = found[plain] = commands.get(plain) or LANGUAGES.get(plain)
+        if language is None and plain != "python":
             raise ValueError(f"{name!r} is unknown; there are python, {', '.join(LANGUAGES)}, and those given in commands")
-        if local and shutil.which(needed) is None:
-            raise ValueError(f"reward code: languages: {name!r} needs {needed}, which is not installed here")
-        found[plain] = language
+        if language is not None and local:
+            needed = NEEDS[plain] if plain in NEEDS and plain not in commands else (language.compile or language.run)[0]
+            if shutil.which(needed) is None:
+                raise ValueError(f"reward code: languages: {name!r} needs {needed}, which is not installed here")
     return found
 
 
@@ -96,29 +93,13 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block. An unclosed block extends to the end, but counts only with a tag: else its fence may be another
-    block's end."""
+    """(code, tag) of each fenced block, without the indentation of its fence, as in a list item. An unclosed block counts only with a tag:
+    else its fence may be another block's end."""
     found: list[tuple[str, str]] = []
-    lines: list[str] = []
-    opened: re.Match[str] | None = None
-    for line in LINE.findall(text):
-        if opened is None:
-            opened, lines = OPENING.match(line), []
-        elif line.strip().startswith(opened["fence"]) and not line.strip().strip(opened["fence"][0]):
-            found.append(_block(opened, lines))
-            opened = None
-        else:
-            lines.append(line)
-    if not ends_early and opened is not None and opened["tag"] and lines:
-        found.append(_block(opened, lines))
+    for block in BLOCK.finditer(text):
+        code, indent, tag = block["code"], block["indent"], block["tag"].lower()
+        if indent and code.lstrip("\r\n").startswith(indent):
+            code = re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE)
+        if block["end"] or (code and tag and not ends_early):
+            found.append((code, ALIASES.get(tag, tag)))
     return found
-
-
-def _block(opened: re.Match[str], lines: list[str]) -> tuple[str, str]:
-    """(code, tag) of a block. The indentation of its fence, as in a list item, is removed."""
-    first = next((line for line in lines if line.strip()), "")
-    if opened["indent"] and first.startswith(opened["indent"]):
-        margin = re.compile(rf"^[ \t]{{1,{len(opened['indent'])}}}")
-        lines = [margin.sub("", line) for line in lines]
-    tag = opened["tag"].lower()
-    return "".join(lines), ALIASES.get(tag, tag)

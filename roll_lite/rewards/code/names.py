@@ -47,12 +47,14 @@ NEED_INSIDE = frozenset(
 
 
 @dataclass(frozen=True)
-class Names:
-    program: tuple[str, ...]
-    modules: dict[str, str]
-    """Name used in the tests without an import -> module that it means: np -> numpy."""
+class Asserts:
+    source: str
+    """Python code, with the imports that it takes for granted."""
+    names: tuple[str, ...]
+    """Names that the code uses and the tested program must define."""
     imports: tuple[str, ...] = ()
     inside: str = ""
+    """Why the asserts must run in the program's process, or empty."""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
@@ -112,7 +114,7 @@ def _is_constant(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
-def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Names]:
+def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
     """Find the names that each test uses.
 
     A builtin's name, such as `abs`, means the program's function if it is the entry point, or if every assert calls it and the tests use no
@@ -125,12 +127,12 @@ def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Nam
     if unnamed and len(hidden) != 1:
         problem = f"{' or '.join(sorted(hidden))}: which is the program's?" if hidden else "the tests use no function of the program's;"
         raise ValueError(f"{problem} entry_point can name it")
-    return [test.names(test.own | named or hidden, named) for test in tests]
+    return [test.asserts(test.own | named or hidden, named) for test in tests]
 
 
 class _Test:
     def __init__(self, source: str) -> None:
-        self.tree = ast.parse(source)
+        self._source, self.tree = source, ast.parse(source)
         self.used, self.imports, self.bound = set[str](), set[str](), set[str]()
         from_program, alone, bases = set[str](), set[str](), set[int]()
         defined = {"__name__", "__file__", "RUN_TEST_CLASSES"}
@@ -160,13 +162,15 @@ class _Test:
                         self.bound |= names
                         self.imports |= {f"from {module} import {alias.name}" for alias in aliases}
         free = self.used - defined - self.bound - PYTHONS_OWN
-        self.modules = {name: USUAL_NAMES.get(name, name) for name in free - alone if name in sys.stdlib_module_names | USUAL_NAMES.keys()}
-        self.own = (free - self.modules.keys()) | from_program
+        self._modules = {name for name in free - alone if name in sys.stdlib_module_names | USUAL_NAMES.keys()}
+        self.own = (free - self._modules) | from_program
 
-    def names(self, program: set[str], named: set[str]) -> Names:
-        modules = {name: path for name, path in self.modules.items() if name not in named}
-        inside = why_inside(self.tree, program, self.bound | modules.keys() | {FROM_PROGRAM})
-        return Names(tuple(sorted(program)), modules, tuple(sorted(self.imports)), inside)
+    def asserts(self, program: set[str], named: set[str]) -> Asserts:
+        """`named`: names of the entry point, which are the program's even if they are a module's."""
+        modules = self._modules - named
+        added = {f"import {USUAL_NAMES.get(name, name)} as {name}" for name in modules}
+        inside = why_inside(self.tree, program, self.bound | modules | {FROM_PROGRAM})
+        return Asserts("\n".join([*sorted(added), self._source]), tuple(sorted(program)), tuple(sorted(self.imports | added)), inside)
 
 
 def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:

@@ -7,26 +7,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.files import elsewhere, first_line, kind_of
+from roll_lite.files import elsewhere, kind_of
 from roll_lite.rewards.answer_extraction import after_thinking, is_cut
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code.compare import Compare
 from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
 from roll_lite.rewards.code.rounds import CLOCK, LONGEST_CODE, Attempt, Rounds
 from roll_lite.rewards.code.tests import Test, tests_of
-from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
-NEUTRAL = {"+": "+0", "-": "-0", "*": "*1"}
-"""Suffixes that add a required operator to an expression without changing a number's value."""
 OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
+
+
+def _is_python(text: str) -> str:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"is no Python: line {error.lineno}: {error.msg}; no program would run behind it") from error
+    return text
 
 
 class CodeReward(RewardType):
@@ -60,7 +65,7 @@ class CodeReward(RewardType):
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
     """Where to find the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole response."""
-    prelude: str = ""
+    prelude: Annotated[str, AfterValidator(_is_python)] = ""
     """Python code to run before the program, such as imports that a data set takes for granted: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if all tests pass. fraction: the share that passes."""
@@ -109,13 +114,6 @@ class CodeReward(RewardType):
         except ValueError as error:
             yield "languages", str(error)
 
-    @rule
-    def _can_be_met(self) -> Mistakes:
-        for piece in self.forbid:
-            for wanted in self.must_contain:
-                if piece in wanted:
-                    yield "forbid", f"no program can hold {wanted!r} (must_contain) and not {piece!r}; remove one"
-
     def __call__(self, samples: list[RewardInput]) -> list[Score | RewardFailed]:
         known = known_languages(self.languages, self.commands, self.backend is None)
         wall = CLOCK * self.test_s if self.wall_s is None else self.wall_s
@@ -144,13 +142,8 @@ class CodeReward(RewardType):
         """Check limits and folders. Three times `total_s` must be below `timeout_s`; otherwise the sample of a slow program would fail
         instead of scoring 0."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
-        if "test_s" in self.model_fields_set and self.test_s > self.total_s:
-            message = f"is more than all tests of a sample may have (total_s: {self.total_s:g}); use less, or raise that"
-            yield Problem(f"{place}.args.test_s", message, self.test_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders
-        if (wrong := _wrong_python(self.prelude)) is not None:
-            yield Problem(f"{place}.args.prelude", f"is no Python: {wrong}; no program would run behind it", self.prelude)
         for name in ("readable", "python_path"):
             for folder in getattr(self, name):
                 if kind_of(Path(folder)) is None:
@@ -162,23 +155,11 @@ class CodeReward(RewardType):
     def named_columns(self) -> dict[str, tuple[str, ...]]:
         return {"column": (self.column,)} if self.column is not None and self.mode == "tests" else {}
 
-    def no_response(self) -> str | None:
-        if self.mode == "tests":
-            return "tests"
-        if not self.forbid and all(piece in NEUTRAL for piece in self.must_contain):
-            return None
-        marks = [*(f"with {piece!r}" for piece in self.must_contain), *(f"without {piece!r}" for piece in self.forbid)]
-        return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
-
     def response_for(self, answer: Any) -> str | None:
-        """Write the answer as a Python expression; text that is a Python literal stays as it is. Operators in `must_contain` are added to a
-        number (5 becomes 5+0); other answers then give None."""
-        value = _value(answer)
-        written = None if answer is None else repr(answer) if value is answer else str(answer)
-        if written is None or not self.must_contain:
-            return written
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return written.strip() + "".join(NEUTRAL[piece] for piece in self.must_contain) if is_number else None
+        """Write the answer as a Python expression; text that is a Python literal stays as it is."""
+        if answer is None or self.mode == "tests" or self.must_contain or self.forbid:
+            return None
+        return repr(answer) if _value(answer) is answer else str(answer)
 
     def _backend(self) -> Backend:
         return backend_of(self.backend, *(getattr(self, name) for name in OF_THE_POOL))
@@ -186,10 +167,10 @@ class CodeReward(RewardType):
     def _attempt(self, sample: RewardInput, languages: dict[str, Language | None]) -> Attempt | Score | RewardFailed:
         is_expression = self.mode == "expression"
         try:
-            tests = [Test(expected=_value(sample.answer))] if is_expression else tests_of(sample, self.column)
+            tests = [Test(function="value", expected=_value(sample.answer))] if is_expression else tests_of(sample, self.column)
         except RewardFailed as failure:
             return failure
-        needed = {name for test in tests for name in test.needs()}
+        needed = {name for test in tests for name in test.needs() if not is_expression}
         if needed:
             languages = {name: language for name, language in languages.items() if language is None}
         if not languages:
@@ -205,12 +186,14 @@ class CodeReward(RewardType):
         wrong += [f"has {piece!r}" for piece in self.forbid if piece in source]
         if wrong:
             return Score(0.0, False, shown | {"verdict": wrong[0]})
-        language = languages[tag] if tag in languages else next(iter(languages.values()))
         try:
             source.encode()
         except UnicodeEncodeError:
             return Score(0.0, False, {"verdict": "no text"})
-        return Attempt(source, language, tests, is_expression, self.prelude)
+        if is_expression:
+            return Attempt(source, f"value = lambda: eval({source.strip()!r}, {{}})", None, tests)
+        language = languages[tag] if tag in languages else next(iter(languages.values()))
+        return Attempt(source, source, language, tests, self.prelude)
 
 
 def _value(answer: Any) -> Any:
@@ -220,13 +203,3 @@ def _value(answer: Any) -> Any:
         return ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return answer
-
-
-def _wrong_python(text: str) -> str | None:
-    try:
-        ast.parse(text)
-    except SyntaxError as error:
-        return f"line {error.lineno}: {error.msg}"
-    except (ValueError, RecursionError, MemoryError) as error:
-        return first_line(error)
-    return None

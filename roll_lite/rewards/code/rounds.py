@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from roll_lite.data.samples import Score
@@ -27,10 +27,11 @@ LONGEST_CODE = 4000
 
 @dataclass
 class Attempt:
+    extracted: str
+    """Program or expression, as in the response."""
     source: str
     language: Language | None
     tests: list[Test]
-    is_expression: bool
     prelude: str = ""
     passed: int = 0
     done: int = 0
@@ -53,7 +54,7 @@ class Attempt:
         correct = self.passed == len(self.tests)
         value = self.passed / len(self.tests) if fraction else float(correct)
         details: dict[str, float | str] = {
-            "extracted": self.source[:LONGEST_CODE],
+            "extracted": self.extracted[:LONGEST_CODE],
             "verdict": self.verdict or "passed",
             "passed": self.passed,
             "tests": len(self.tests),
@@ -87,9 +88,9 @@ class Rounds:
         """Choose the tests that the next process runs: all asserts, one run with input, or several calls (with `fail_fast` few at first,
         because most wrong programs fail at once)."""
         rest = attempt.tests[attempt.done :]
-        kind = [(test.function, test.source is None) for test in rest]
+        kind = [(test.function, test.asserts is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
-        if rest[0].source is not None:
+        if rest[0].asserts:
             return rest[:alike]
         return rest[: min(alike, MOST_CALLS, 1 + 3 * attempt.done if self.fail_fast else MOST_CALLS)] if rest[0].function else rest[:1]
 
@@ -119,18 +120,13 @@ class Rounds:
         limits = replace(self.limits, cpu_s=cpu_s, wall_s=wall_s, output_kb=needed_kb * several)
         source = {"source": attempt.source, "prelude": attempt.prelude}
         each = {"test_s": self.limits.cpu_s, "wall_s": self.limits.wall_s, "most_bytes": needed_kb << 10}
-        if attempt.is_expression:
-            return Program({"kind": "expression", "source": attempt.source}, limits=limits)
         if test.function is not None:
             calls = encode([[one.args, one.kwargs] for one in group])
             return Program({"kind": "calls", **source, **each, "function": test.function, "calls": calls}, limits=limits)
-        if test.source is not None:
-            names = sorted({name for one in group for name in one.names})
-            asked = [{name: getattr(one, name) for name in ("source", "names", "modules", "imports", "inside")} for one in group]
-            tests = {"kind": "tests", "tests": asked, "fail_fast": self.fail_fast, "wall_s": self.limits.wall_s}
-            modules = {name: path for one in group for name, path in one.modules.items()}
-            imports = sorted({one for test in group for one in test.imports})
-            serve = {"kind": "serve", **source, **each, "names": names, "modules": modules, "imports": imports}
+        if asserts := [one.asserts for one in group if one.asserts]:
+            tests = {"kind": "tests", "tests": [asdict(one) for one in asserts], "fail_fast": self.fail_fast, "wall_s": self.limits.wall_s}
+            names, imports = ({name for one in asserts for name in getattr(one, field)} for field in ("names", "imports"))
+            serve = {"kind": "serve", **source, **each, "names": sorted(names), "imports": sorted(imports)}
             return Pair(Program(serve, limits=limits), Program(tests, limits=limits))
         if language is None:
             return Program({"kind": "script", **source}, test.stdin.encode(), limits=limits)
@@ -161,24 +157,21 @@ class Rounds:
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
         """Yield the verdict of each test that ran, at least one: why it failed; empty if it passed."""
-        if group[0].source is None and group[0].function is None:
-            yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
+        if not group[0].asserts and not group[0].function:
+            yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
             return
         said = [_json(line) for line in ended.result.splitlines()][: len(group)]
         for test, one in zip(group, said, strict=False):
-            yield self._value_verdict(attempt, test, one) if test.source is None else _assert_verdict(attempt, one, ended)
+            yield _assert_verdict(attempt, one, ended) if test.asserts else self._value_verdict(attempt, test, one)
         told = bool(said) and isinstance(said[-1], dict) and "stopped" in said[-1]
-        if len(said) == len(group) or (said and group[0].source is not None and (told or not ended.stopped)):
+        if len(said) == len(group) or (said and group[0].asserts and (told or not ended.stopped)):
             return  # the remaining tests get another process
         if ended.stopped:
             yield _LIMITS[ended.stopped]
             return
         yield from [f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"] * (len(group) - len(said))
 
-    def _verdict(self, attempt: Attempt, test: Test, ended: Outcome) -> str:
-        if attempt.is_expression:
-            said = _json(ended.result) if ended.exit == 0 else None
-            return self._value_verdict(attempt, test, said or {"error": _tail(ended.stderr) or f"exit status {ended.exit}"})
+    def _verdict(self, test: Test, ended: Outcome) -> str:
         if ended.exit != 0:
             return f"exit status {ended.exit}: {_tail(ended.stderr)}"
         printed = ended.stdout.decode("utf-8", errors="replace")

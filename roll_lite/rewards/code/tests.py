@@ -10,12 +10,12 @@ from typing import Any
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code.names import names_of, uncalled_tests
+from roll_lite.rewards.code.names import Asserts, asserts_of, uncalled_tests
 
 
 @dataclass(frozen=True)
 class Test:
-    """Test: a function call (`function`), asserts (`source`), or a run with input (`stdin`)."""
+    """Test: a function call (`function`), asserts, or a run with input (`stdin`)."""
 
     stdin: str = ""
     expected: Any = None
@@ -24,17 +24,11 @@ class Test:
     kwargs: dict[str, Any] = field(default_factory=dict)
     also: tuple[Any, ...] = ()
     """Other values accepted as correct."""
-    source: str | None = None
-    names: tuple[str, ...] = ()
-    """Names that the asserts use and the tested program must define."""
-    modules: dict[str, str] = field(default_factory=dict)
-    imports: tuple[str, ...] = ()
-    inside: str = ""
-    """Why the asserts must run in the program's process, or empty."""
+    asserts: Asserts | None = None
 
     def needs(self) -> tuple[str, ...]:
         """Names that a Python program must define; for a method, its bare name."""
-        return (self.function.rpartition(".")[2],) if self.function else self.names
+        return (self.function.rpartition(".")[2],) if self.function else self.asserts.names if self.asserts else ()
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
@@ -128,12 +122,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
     """Build a test per text, or per function that a test runner would call."""
     if not any(word in source for source in sources for word in ("assert", "raises")):
         raise ValueError("text without asserts")
-    complete = [whole for source in sources for whole in _complete(source, entry_point)]
-    named = names_of(complete, entry_point)
-    return [
-        Test(source=source, names=names.program, modules=names.modules, imports=names.imports, inside=names.inside)
-        for source, names in zip(complete, named, strict=True)
-    ]
+    return [Test(asserts=one) for one in asserts_of([whole for source in sources for whole in _complete(source, entry_point)], entry_point)]
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:

@@ -19,8 +19,7 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt,
 from roll_lite.config.problems import HIDDEN, Problem
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed
-from roll_lite.rewards.reward_type import RewardType, too_slow
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardType, too_slow
 
 if TYPE_CHECKING:
     import httpx2

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
@@ -17,11 +17,12 @@ from roll_lite.config.text_templates import compile_format, placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.files import is_folder
 from roll_lite.models.model_files import chat_templates
-from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
-from roll_lite.rewards.base import HARMLESS_RESPONSE, ResponseSuspected, RewardFailed
+from roll_lite.rewards.answer_extraction import CUT, finished, is_cut, without_thinking
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
-from roll_lite.rewards.http.verdict import Verdict, VerdictParser
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.text.format import FORMAT_SECONDS
 
 Api = Literal["chat", "completions"]
 TEMPLATE = """Is the response a correct and complete answer to the question?
@@ -42,8 +43,6 @@ ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
 """Minimum temperature for asking again: greedy sampling would give the same answer."""
-MOST_KEPT = 10_000
-"""Maximum verdicts kept in memory."""
 SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 
@@ -56,8 +55,7 @@ class JudgeReward(AskingReward):
     ends with"), are ignored: the judge may quote the response.
 
     If a verdict is unreadable or cut at `max_tokens`, the judge is asked again, `asks` times in all. A response without a verdict, or
-    refused by the endpoint, gets the lowest value (0, or a negative choice); if a harmless response gets none either, the sample fails. At
-    temperature 0, verdicts are kept and reused.
+    refused by the endpoint, gets the lowest value (0, or a negative choice); if a harmless response gets none either, the sample fails.
 
     ```yaml
     reward:
@@ -127,9 +125,20 @@ class JudgeReward(AskingReward):
         request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
         request |= {"stop": list(self.stop)} if self.stop else {}
         request |= self.extra_body or {}
-        questions: Questions = self.of_loop(lambda: Questions(self))
-        verdict, said = await questions.ask(request, anew=sample.response == HARMLESS_RESPONSE)
-        return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
+        client: HttpClient = self.of_loop(self._client)
+        said: str | None = None
+        for number in range(self.asks):
+            again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
+            said = await _said(client, request | again)
+            if said is not None and (verdict := read_verdict(said, self.pattern, self.choices, self.scale)) is not None:
+                value, extracted = verdict
+                return Score(value, None, {"extracted": extracted, "verdict": said[:KEPT_CHARACTERS]})
+        problem = "did not finish within max_tokens" if said is None else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
+        raise ResponseSuspected(f"reward judge: {f'asked {self.asks} times, ' if self.asks > 1 else ''}the judge {problem}")
+
+    def _client(self) -> HttpClient:
+        end = ENDPOINTS[self.api]
+        return HttpClient("judge", [url.rstrip("/").removesuffix(end) + end for url in several(self.url or ())], self)
 
     def question_about(self, sample: RewardInput) -> str:
         """Fill in the question for the judge. A cut response loses its unfinished end, and a note says so."""
@@ -161,51 +170,90 @@ class JudgeReward(AskingReward):
             yield Problem(f"{place}.args.api", f"the tokenizer in {folder} has no chat template; use completions", self.api)
 
 
-class Questions:
-    """Asks the judge for verdicts. At temperature 0, samples with the same question share one."""
+async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
+    """The judge's text; None if it was cut at max_tokens."""
+    answer, url = await client.post(request)
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        is_cut = choice.get("finish_reason") == "length"
+    except (KeyError, IndexError, TypeError):
+        told = f"no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
+        raise ResponseSuspected(f"reward judge: {url}: {told}") from None
+    if text is not None and not isinstance(text, str):
+        raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
+    return None if is_cut else text or ""
 
-    def __init__(self, judge: JudgeReward) -> None:
-        self._asks, self._parser = judge.asks, VerdictParser(judge.pattern, judge.choices, judge.scale)
-        urls = [url.rstrip("/").removesuffix(ENDPOINTS[judge.api]) + ENDPOINTS[judge.api] for url in several(judge.url or ())]
-        self._client = HttpClient("judge", urls, judge)
-        self._greedy: dict[str, asyncio.Task[tuple[Verdict, str]]] = {}
 
-    async def ask(self, request: dict[str, Any], anew: bool) -> tuple[Verdict, str]:
-        """Ask for a verdict; returns it with the judge's text. `anew`: ignore cached verdicts, to test whether the judge works now."""
-        if request["temperature"] > 0:
-            return await self._verdict(request)
-        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        if key not in self._greedy or (anew and self._greedy[key].done()):
-            if len(self._greedy) >= MOST_KEPT:
-                del self._greedy[next(iter(self._greedy))]
-            self._greedy[key] = asyncio.get_running_loop().create_task(self._verdict(request))
-            # Also marks the exception as retrieved: perhaps no sample waits for it any more.
-            self._greedy[key].add_done_callback(lambda task: self._greedy.pop(key, None) if task.cancelled() or task.exception() else None)
-        # Shielded: the time-out of one sample must not cancel the question for others that wait for it.
-        return await asyncio.shield(self._greedy[key])
+# ---------------------------------------------------------------- verdicts
 
-    async def _verdict(self, request: dict[str, Any]) -> tuple[Verdict, str]:
-        said: str | None = None
-        for number in range(self._asks):
-            said = await self._send(request | ({"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}))
-            if said is not None and (verdict := self._parser(said)) is not None:
-                return verdict, said
-        asked = f"asked {self._asks} times, the judge" if self._asks > 1 else "the judge"
-        unreadable = (
-            "did not finish within max_tokens" if said is None else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
-        )
-        raise ResponseSuspected(f"reward judge: {asked} {unreadable}")
+KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
+"""Keys of a JSON verdict, in order of preference: `answer` is last, since it may repeat the response's answer."""
+NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
+LINE = (
+    rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
+    r"[\s*_`(\[]*(?P<value>{value}){out_of}[\s*_`)\].!]*\Z"
+)
+OBJECT = r"(?s)(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
+NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
-    async def _send(self, request: dict[str, Any]) -> str | None:
-        """The judge's text; None if it was cut at max_tokens."""
-        answer, url = await self._client.post(request)
-        try:
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] if "message" in choice else choice["text"]
-            is_cut = choice.get("finish_reason") == "length"
-        except (KeyError, IndexError, TypeError):
-            told = f"no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
-            raise ResponseSuspected(f"reward judge: {url}: {told}") from None
-        if text is not None and not isinstance(text, str):
-            raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
-        return None if is_cut else text or ""
+OPEN_QUOTE = re.compile(r"(?s)[“«「『《](?!.*[”»」』》])|(?:‘|(?<![^\s(\[{])')(?!.*\S['’](?!\w))")
+"""Quotation mark, not an apostrophe, that is never closed."""
+BREAKS_OFF = re.compile(
+    rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
+    r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
+)
+"""Matches a line that may introduce a quotation: it ends with a colon, or in mid-sentence (with a letter, comma or opening bracket). Not
+matched: the line "Here is my verdict:"; headings and list items without a colon; lines that end with a Thai or Lao letter (these languages
+have no full stop)."""
+
+
+def read_verdict(
+    text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
+) -> tuple[float, str] | None:
+    """Value and text of a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object
+    ({"verdict": "yes"}), after the judge's thinking. None if there is none.
+
+    With `pattern`, the verdict is the first group of its last match, or the whole match. It is looked up in `choices`, or is a number,
+    which `scale` maps to 0..1. A text that takes too long to search has no verdict.
+    """
+    choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
+    known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}
+    try:
+        found = limited(FORMAT_SECONDS, lambda: _found(without_thinking(text).strip(), pattern, known, scale)).strip()
+        value = float(found) if known is None else known[found.casefold()]
+    except (TimeLimitExceeded, KeyError, ValueError):
+        return None
+    low, high = scale or (-math.inf, math.inf)
+    if not (math.isfinite(value) and low <= value <= high):
+        return None
+    return (value - low) / (high - low) if scale else value, found
+
+
+def _found(text: str, pattern: str | None, known: Mapping[str, float] | None, scale: tuple[float, float] | None) -> str:
+    if pattern is not None:
+        *_, last = [None, *compile_format(pattern).finditer(text)]
+        return "" if last is None else next((group for group in last.groups() if group is not None), last[0])
+    value = NUMBER if known is None else "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+    out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{scale[1]:g}')})?" if scale else ""
+    text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
+    verdict = re.search(LINE.format(value=value, out_of=out_of), text) or re.search(OBJECT, text)
+    return "" if verdict is None or _may_be_quoted(text[: verdict.start()]) else _of_object(verdict["value"])
+
+
+def _may_be_quoted(before: str) -> bool:
+    line = before.rstrip(" \t\n*_=~-").rpartition("\n")[2]
+    is_open = OPEN_QUOTE.search(before) is not None or any(before.count(mark) % 2 for mark in '"`')
+    return is_open or BREAKS_OFF.match(line) is not None
+
+
+def _of_object(found: str) -> str:
+    """Verdict in a JSON object, or ""; other text unchanged."""
+    if not found.startswith("{"):
+        return found
+    try:
+        content = {name.casefold(): value for name, value in json.loads(found).items()}
+    except (ValueError, RecursionError):
+        return ""
+    value = next((content[key] for key in KEYS if key in content), "")
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,12 +16,11 @@ from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import finished, last_boxes, plain_boxes
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import RewardFailed, RewardType, too_slow, written
 from roll_lite.rewards.math import equality
 from roll_lite.rewards.math.answers import Extract, find_answer, is_formula, without_form, words
-from roll_lite.rewards.math.equality import APPROXIMATELY, NAME, SET, Parsed, library, list_of, parse, sides, written_form
+from roll_lite.rewards.math.equality import APPROXIMATELY, NAME, SET, Parsed, list_of, parse, sides, written_form
 from roll_lite.rewards.math.quantities import NO_UNIT, TEXT, Quantity, Unit, known, quantity, ratio, split_unit, tidy, unwrapped
-from roll_lite.rewards.reward_type import RewardType, too_slow, written
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 BEFORE = re.compile(
@@ -91,9 +90,6 @@ class MathReward(RewardType):
     r"""Where to find the answer, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. number: the
     last number. auto: the response if it is one bare formula, else the last tag, else the last box or boxes, else the formula or number
     after the last "####", "the answer is" or 答案是, else the last formula or number."""
-    profile: Literal["default", "math_verify"] = "default"
-    """math_verify: only the library math-verify extracts and compares; it accepts 45+25 for 70. Of the other arguments, only `cpu_limit_s`
-    applies."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """CPU time limit for reading and comparing one answer, in seconds; must be less than `timeout_s`."""
 
@@ -101,21 +97,14 @@ class MathReward(RewardType):
         answer = sample.answer
         if isinstance(answer, bool) or not isinstance(answer, str | int | float) or (isinstance(answer, float) and not isfinite(answer)):
             raise RewardFailed(f"reward math: the reference answer must be a number or a string, got {answer!r:.200}")
-        gold = _reference(str(answer), self.profile == "math_verify", self.cpu_limit_s)
+        gold = _reference(str(answer), self.cpu_limit_s)
         found = vote = ""
 
         def decide() -> str:
             nonlocal found, vote
-            parsed: Parsed = []
-            if self.profile == "math_verify":
-                parsed = library().parse(finished(sample), parsing_timeout=None)
-                found = vote = str(parsed[0]) if parsed else ""
-            else:
-                found = vote = find_answer(tidy(finished(sample)), self.extract, in_words=bool(gold.words))
+            found = vote = find_answer(tidy(finished(sample)), self.extract, in_words=bool(gold.words))
             with suppress(Exception):  # an answer that cannot be normalized votes with its text
                 vote = without_form(found)
-            if self.profile == "math_verify":
-                return EQUAL if library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
             return _verdict(gold, found)
 
         try:
@@ -225,14 +214,12 @@ def _shown(text: str) -> str:
 
 
 @lru_cache(maxsize=8192)
-def _reference(text: str, by_library: bool, cpu_limit_s: float) -> Reference:
+def _reference(text: str, cpu_limit_s: float) -> Reference:
     """Parse a reference answer; cached, since a group's samples share it."""
 
     def read() -> Reference:
         gold = _read_reference(text)
-        if by_library:
-            gold = Reference(text, library().parse(f"${text}$", parsing_timeout=None) or library().parse(text, parsing_timeout=None))
-        if not (gold.parsed or gold.words or gold.items or (written_form(gold.text) and not by_library)):
+        if not (gold.parsed or gold.words or gold.items or written_form(gold.text)):
             raise ValueError("math-verify cannot read it as mathematics")
         return gold
 

@@ -84,7 +84,7 @@ class BatchScorer:
         """Scorer and reward of the section at `path`; ValueError for a mistake in it."""
         reward = build_reward(config, path)
         reward.warm()
-        return cls(reward, config.timeout_s, format_check(config, path)), reward
+        return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
         """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` have the result None. Items still in flight in

@@ -11,8 +11,7 @@ from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import finished, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.reward_type import RewardType, written
+from roll_lite.rewards.base import RewardFailed, RewardType, written
 
 ALPHABET = string.ascii_uppercase
 Extract = Literal["auto", "boxed", "tagged"]

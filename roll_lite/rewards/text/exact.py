@@ -8,8 +8,7 @@ from typing import Any
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, complete, finished, is_cut
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import RewardFailed, RewardType
 
 MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
 """Punctuation and symbols; group 1 matches those in numbers."""
@@ -43,13 +42,10 @@ class ExactReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         answers = sample.answer if isinstance(sample.answer, list | tuple) else [sample.answer]
-        if not answers:
-            raise RewardFailed("reward exact: the answer is an empty list")
-        accepted = [self._normal(_text(answer)) for answer in answers]
-        if any(_text(answer).strip() and not normal.strip() for answer, normal in zip(answers, accepted, strict=True)):
-            raise RewardFailed(f"reward exact: the answer {sample.answer!r:.80} cannot be read: without punctuation nothing is left of it")
-        if self.contains and not all(answer.strip() for answer in accepted):
-            raise RewardFailed(f"reward exact: with contains the answer must have something in it, got {sample.answer!r:.80}")
+        given = list(map(_text, answers))
+        accepted = list(map(self._normal, given))
+        if not given or any(not one.strip() and (self.contains or text.strip()) for one, text in zip(accepted, given, strict=True)):
+            raise RewardFailed(f"reward exact: the answer must have something in it that is compared, got {sample.answer!r:.80}")
         response = self._normal((finished if self.contains else complete)(sample))
         correct = any(_stands_in(answer, response) for answer in accepted) if self.contains else response in accepted
         cut = {"verdict": CUT} if is_cut(sample) and not correct else {}

@@ -12,7 +12,7 @@ from roll_lite.config.schema.base import Mistakes, rule
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.text_templates import compile_format
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
@@ -41,6 +41,8 @@ class FormatReward(RewardType):
     ```
     """
 
+    answers_are_responses = False
+
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
     """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
@@ -57,22 +59,15 @@ class FormatReward(RewardType):
         found = _found(compiled, sample.response, FORMAT_SECONDS)
         return Score(float(bool(found)), bool(found), {"verdict": TOO_LONG} if found is None else {})
 
-    def no_response(self) -> str:
-        return "nothing"
-
 
 FormatCheck = Callable[[str], bool]
 
 
-def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """Build the check of a domain's `format`; None without one. ValueError, which names the YAML `path`, for a bad pattern."""
+def format_check(config: RewardConfig) -> FormatCheck | None:
+    """Build the check of a domain's `format`; None without one."""
     if config.format is None:
         return None
-    try:
-        pattern = compile_format(config.format.pattern)
-    except ValueError as error:
-        raise ValueError(f"{path}.format.pattern: {config.format.pattern!r}: {error}") from error
-    seconds = min(FORMAT_SECONDS, config.timeout_s / 2)
+    pattern, seconds = compile_format(config.format.pattern), min(FORMAT_SECONDS, config.timeout_s / 2)
     return lambda response: bool(_found(pattern, response, seconds))
 
 

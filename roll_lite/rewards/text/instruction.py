@@ -14,10 +14,9 @@ from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, complete, is_cut
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.reward_type import RewardType, too_slow
+from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
-from roll_lite.rewards.text.instruction_checks import CHECKS
+from roll_lite.rewards.text.instruction_checks import CHECKS, read_arguments
 from roll_lite.rewards.text.instruction_checks.parts import visible
 
 Mode = Literal["strict", "loose"]
@@ -42,8 +41,8 @@ class InstructionReward(RewardType):
     | IF-RLVR (IFTrain) | 29 and IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
     | IFBench | 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
 
-    If a row lacks the column that `ids` names, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the column
-    `ground_truth`: one of the layouts above or a list of them, as values, JSON or Python literals. Null arguments are ignored.
+    If a row lacks the column `instruction_id_list`, its instructions are in the reference answer (`data: {answer: ground_truth}`) or the
+    column `ground_truth`: one of the layouts above or a list of them, as values, JSON or Python literals. Null arguments are ignored.
 
     The checks need no downloads. They pass the test cases of the originals, except:
 
@@ -76,20 +75,17 @@ class InstructionReward(RewardType):
     """
 
     reads_answer_first = True
+    answers_are_responses = False
 
     mode: Mode = "strict"
     """strict: check the response as it is. loose: also try it without its first line, last line or asterisks."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every instruction is followed. fraction: the share of followed instructions."""
-    ids: str = "instruction_id_list"
-    """Column with the instructions' ids; if a row lacks it, the reference answer holds the instructions."""
-    arguments: str = "kwargs"
-    """Column with each instruction's arguments."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """CPU time limit of one check, in seconds; less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
-        asked = asked_of(sample, self.ids, self.arguments)
+        asked = asked_of(sample)
         response = visible(complete(sample))
         texts = [response] if self.mode == "strict" else _variants(response)
         too_long: list[str] = []
@@ -111,12 +107,6 @@ class InstructionReward(RewardType):
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
 
-    def named_columns(self) -> dict[str, tuple[str, ...]]:
-        return {name: (getattr(self, name),) for name in ("ids", "arguments") if name in self.model_fields_set}
-
-    def no_response(self) -> str:
-        return "constraints"
-
 
 def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool:
     check = CHECKS.get(name)
@@ -125,7 +115,8 @@ def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool
         raise RewardFailed(f"reward instruction: there is no instruction {name!r:.80}; the nearest are {', '.join(nearest)}")
     try:
         # Run the check even on an empty text: bad arguments must always show.
-        verdicts = [check(text, **arguments) and bool(text.strip()) for text in texts]
+        given = read_arguments(arguments)
+        verdicts = [check(text, **given) and bool(text.strip()) for text in texts]
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailed(f"reward instruction: {name}: arguments {arguments!r:.200}: {error}") from error
     return any(verdicts)
@@ -137,15 +128,16 @@ def _variants(response: str) -> list[str]:
     return [*cut, *(text.replace("*", "") for text in cut)]
 
 
-def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
-    """Read a sample's instructions from the columns `ids` and `arguments`, else from the reference answer, else from `ground_truth`."""
+def asked_of(sample: RewardInput) -> list[Asked]:
+    """Read a sample's instructions from the columns `instruction_id_list` and `kwargs`, else from the reference answer, else from
+    `ground_truth`."""
     columns = sample.columns
-    if columns.get(ids) is not None:
-        return _paired(columns[ids], columns.get(arguments), f"column {ids!r}", f"column {arguments!r}")
+    if columns.get(IDS[1]) is not None:
+        return _paired(columns[IDS[1]], columns.get("kwargs"), f"column {IDS[1]!r}", "column 'kwargs'")
     together = sample.answer if sample.answer is not None else columns.get(GROUND_TRUTH)
     if together is None:
         raise RewardFailed(
-            f"reward instruction: column {ids!r} must hold a list, got None; nor is there a reference answer with instructions"
+            f"reward instruction: column {IDS[1]!r} must hold a list, got None; nor is there a reference answer with instructions"
         )
     asked = _together(together)
     if not asked:

@@ -167,7 +167,7 @@ def test_compiling_takes_of_a_samples_time() -> None:
             seen.extend(job.limits for job in jobs if isinstance(job, Program))
             return [Outcome(0, "", b"2\n", b"", b"artifact", 3.0, 0.1)] * len(jobs)
 
-    attempt = Attempt("x", Language(file="main.x", run=["./main"], compile=["make"]), [code_tests.Test("", "2\n")], False)
+    attempt = Attempt("x", "x", Language(file="main.x", run=["./main"], compile=["make"]), [code_tests.Test("", "2\n")])
     Rounds(Limits(cpu_s=3.0, wall_s=9.0), "lines", 0, 1.5, True).run(Backend(), [attempt])
     assert [(one.cpu_s, one.wall_s) for one in seen] == [(1.5, 4.5), (0.5, 1.5)] and attempt.passed == 1
 
@@ -243,7 +243,7 @@ def test_languages_of_ones_own_are_checked() -> None:
 def test_a_remote_that_is_down_is_a_failure() -> None:
     backend = RemoteBackend(url="http://127.0.0.1:9/run_code", retries=1)
     assert "no answer after 2 attempts" in failed(DOUBLE, STDIO, backend=backend)
-    code_backends._OF_PROCESS.clear()
+    code_backends.backend_of.cache_clear()
 
 
 # ---------------------------------------------------------------- parts

@@ -14,7 +14,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code.names import Names, names_of
+from roll_lite.rewards.code.names import Asserts, asserts_of
 from roll_lite.rewards.code.reward import CodeReward
 
 PACKAGES = str(Path(numpy.__file__).parents[1])
@@ -81,16 +81,17 @@ def test_modules_are_the_tests_own_even_where_they_are_not_imported() -> None:
 
 
 def test_whose_names_are_told_from_the_tests() -> None:
-    assert names_of(["assert f(1) == math.pi + len('a')"]) == [Names(("f",), {"math": "math"}, inside="")]
-    assert names_of(["from solution import f as g\nassert g(1) == 2", "import solution\nassert solution.h(1)"]) == [
-        Names(("f",), {}),
-        Names(("h",), {}),
+    taken, added = "assert f(1) == math.pi + len('a')", "import math as math"
+    assert asserts_of([taken]) == [Asserts(f"{added}\n{taken}", ("f",), (added,))]
+    assert [one.names for one in asserts_of(["from solution import f as g\nassert g(1)", "import solution\nassert solution.h(1)"])] == [
+        ("f",),
+        ("h",),
     ]
-    assert names_of(["assert set(sum([1])) == {1}"], "sum")[0].program == ("sum",)
+    assert asserts_of(["assert set(sum([1])) == {1}"], "sum")[0].names == ("sum",)
     with pytest.raises(ValueError, match="set or sum: which is the program's"):
-        names_of(["assert set(sum([1])) == {1}"])
+        asserts_of(["assert set(sum([1])) == {1}"])
     with pytest.raises(ValueError, match="use no function of the program's"):
-        names_of(["assert 1 == 1"])
+        asserts_of(["assert 1 == 1"])
 
 
 def test_tests_that_leave_the_calls_to_a_harness() -> None:

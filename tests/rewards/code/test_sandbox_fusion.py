@@ -66,7 +66,7 @@ def backend() -> Iterator[RemoteBackend]:
     yield RemoteBackend(name="sandbox_fusion", url=f"http://127.0.0.1:{server.server_port}/run_code", retries=0)
     server.shutdown()
     server.server_close()
-    code_backends._OF_PROCESS.clear()
+    code_backends.backend_of.cache_clear()
 
 
 def result(backend: RemoteBackend, response: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> Score | RewardFailed:

@@ -168,14 +168,13 @@ def test_endless_comparisons_are_stopped(response: str) -> None:
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("args", [{}, {"profile": "math_verify"}])
-def test_no_odd_answer_is_a_failure(args: dict[str, Any]) -> None:
+def test_no_odd_answer_is_a_failure() -> None:
     dice = random.Random(7)
     for _ in range(60):
         reference, answers = dice.choice(ODD_REFERENCES), dice.choices(ODD_ANSWERS, k=dice.choice((1, 1, 2)))
         said = dice.choice(("+", r"\approx ", ", ", "=", "-", r"\cdot ", " ")).join(answers)
         response = dice.choice((r"\boxed{%s}", "%s", "The answer is $%s$.", "<answer>%s</answer>")) % said
-        assert MathReward(cpu_limit_s=1.0, **args)(item(reference, response)).value in (0, 1), (reference, response)
+        assert MathReward(cpu_limit_s=1.0)(item(reference, response)).value in (0, 1), (reference, response)
 
 
 @pytest.mark.parametrize("reference", ["5", "0.5", r"\sqrt{2}", r"\pi", r"\frac13\approx0.33"])
@@ -304,19 +303,7 @@ def test_what_was_extracted_is_shown(response: str, extract: Extract, extracted:
     assert MathReward(extract=extract)(item(5, response)).details["extracted"] == extracted
 
 
-@pytest.mark.parametrize(
-    ("reference", "response", "equal"),
-    [("5", r"\boxed{5}", True), ("5", "5 tenths", True), (r"\frac{1}{2}", "$0.5$", True), ("5", "4", False)],
-)
-def test_what_the_library_alone_says(reference: str, response: str, equal: bool) -> None:
-    from math_verify import parse, verify
-
-    assert verify(parse(f"${reference}$"), parse(response)) is equal
-    assert MathReward(profile="math_verify")(item(reference, response)).correct is equal
-
-
-@pytest.mark.parametrize("args", [{}, {"profile": "math_verify"}])
-def test_a_vote_that_cannot_be_computed_is_the_text(monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]) -> None:
+def test_a_vote_that_cannot_be_computed_is_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(text: str) -> str:
         raise MemoryError
 
@@ -326,7 +313,7 @@ def test_a_vote_that_cannot_be_computed_is_the_text(monkeypatch: pytest.MonkeyPa
 
     for vote in (too_large, endless):
         monkeypatch.setattr("roll_lite.rewards.math.reward.without_form", vote)
-        score = MathReward(cpu_limit_s=0.3, **args)(item("5", r"\boxed{7}"))
+        score = MathReward(cpu_limit_s=0.3)(item("5", r"\boxed{7}"))
         assert (score.value, score.answer) == (0, "7")
 
 
@@ -348,5 +335,3 @@ def test_votes_are_for_what_an_answer_is_worth(answers: list[str], equal: bool) 
 
 def test_a_response_without_an_answer_does_not_vote() -> None:
     assert MathReward()(item("6", "I do not know")).answer == ""
-    said = [MathReward(profile="math_verify")(item("1/2", text)).answer for text in ("$0.5$", r"$\frac{1}{2}$", "$7$", "no")]
-    assert said[0] == said[1] == "1/2" and said[2] == "7" and said[3] == ""

@@ -14,7 +14,7 @@ from support_cases import cases, records
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.text.instruction import InstructionReward
-from roll_lite.rewards.text.instruction_checks import CHECKS, IF_TRAIN, IFBENCH, IFEVAL, RLVR_IFEVAL
+from roll_lite.rewards.text.instruction_checks import CHECKS, IF_TRAIN, IFBENCH, IFEVAL, RLVR_IFEVAL, read_arguments
 from roll_lite.rewards.text.instruction_checks.parts import sentences, syllables, visible, words
 
 FAMILIES = [
@@ -27,13 +27,17 @@ FITTING: dict[str, dict[str, Any]] = {case["name"]: case["arguments"] for case i
 """Arguments that fit, for each instruction that a row asks for."""
 
 
+def follows(name: str, response: str, arguments: dict[str, Any]) -> bool:
+    return CHECKS[name](response, **read_arguments(arguments))
+
+
 def item(response: str, answer: Any = None, **columns: Any) -> RewardInput:
     return RewardInput("if", "prompt", response, answer, columns, "stop")
 
 
 @pytest.mark.parametrize(("name", "arguments", "response", "followed"), [tuple(case.values()) for case in CASES])
 def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bool) -> None:
-    assert CHECKS[name](response, **arguments) is followed
+    assert follows(name, response, arguments) is followed
 
 
 @pytest.mark.parametrize(("checks", "rows", "count"), FAMILIES, ids=["rlvr", "if_train", "ifbench"])
@@ -81,11 +85,11 @@ def test_bad_arguments_are_told_whatever_the_response_is(name: str) -> None:
     for argument in FITTING[name]:
         for response in ("", "x", "One word. Two words! " * 5):
             with pytest.raises(TypeError):
-                CHECKS[name](response, **{key: value for key, value in FITTING[name].items() if key != argument})
+                follows(name, response, {key: value for key, value in FITTING[name].items() if key != argument})
             refused = 0
             for value in BAD:
                 try:
-                    CHECKS[name](response, **FITTING[name] | {argument: value})
+                    follows(name, response, FITTING[name] | {argument: value})
                 except (TypeError, ValueError):
                     refused += 1
             assert refused >= len(BAD) - 1, f"{argument} of {name}: {refused}"
@@ -128,7 +132,7 @@ def test_one_run_takes_no_time(name: str, run: str) -> None:
 def _takes_no_time(name: str, text: str) -> None:
     """A check that takes time squared would take minutes here."""
     started = time.thread_time()
-    CHECKS[name](text, **FITTING.get(name, {}))
+    follows(name, text, FITTING.get(name, {}))
     assert time.thread_time() - started < 5
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from roll_lite.rewards.text.instruction_checks.arguments import holds, phrase, whole, words_of
-from roll_lite.rewards.text.instruction_checks.ifeval import IFEVAL, occurrences, paragraphs_by_stars
+from roll_lite.rewards.text.instruction_checks.ifeval import IFEVAL, holds, occurrences, paragraphs_by_stars
 from roll_lite.rewards.text.instruction_checks.parts import every, neighbours, sentences, whole_words, words
 
 DIVIDER = re.compile(r"\*\*\*|\* \* \*")
@@ -17,41 +16,34 @@ FEWEST_LETTERS = 3
 def repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
     """The phrase occurs `small_n` times, each with one inner word replaced. A copy begins with the phrase's first word and ends, in the
     same line, with its last."""
-    wanted, number = _of_three(phrase), whole(small_n, least=1)
+    wanted = phrase.split()
+    if len(wanted) < 3:
+        raise ValueError(f"phrase must have at least three words, got {phrase!r}")
     first, last, found = wanted[0], wanted[-1], []
     for line in response.split("\n"):
         start = line.find(f"{first} ")
         while start >= 0 and (end := line.find(f" {last}", start + len(first) + 1)) >= 0:
             found.append(line[start : end + 1 + len(last)].split())
             start = line.find(f"{first} ", end + 1 + len(last))
-    return len(found) == number and all(
+    return len(found) == small_n and all(
         len(copy) == len(wanted) and sum(ours != theirs for ours, theirs in zip(copy, wanted, strict=True)) == 1 for copy in found
     )
 
 
-def _of_three(value: str) -> list[str]:
-    wanted = phrase("phrase", value).split()
-    if len(wanted) < 3:
-        raise ValueError(f"phrase must have at least three words, got {value!r}")
-    return wanted
-
-
 def is_copy(response: str, prompt_to_repeat: str) -> bool:
-    return response.strip().lower() == phrase("prompt_to_repeat", prompt_to_repeat).lower()
+    return response.strip().lower() == prompt_to_repeat.strip().lower()
 
 
 def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
     """The response is N copies of the prompt, with six asterisks between them."""
-    number, verdicts = whole(N, least=1), [is_copy(part, prompt_to_repeat) for part in response.split("******")]
-    return len(verdicts) == number and all(verdicts)
+    verdicts = [is_copy(part, prompt_to_repeat) for part in response.split("******")]
+    return len(verdicts) == N and all(verdicts)
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
     """The response copies the prompt's characters from n_start (counted from 0) up to n_end. The last one may be missing, as in the data
     set's own check."""
-    start, end = whole(n_start), whole(n_end, least=1)
-    wanted = phrase("what is to be copied", prompt_to_repeat and prompt_to_repeat[start:end])
-    return response.strip().lower() in (wanted.lower(), prompt_to_repeat[start : end + 1].strip().lower())
+    return response.strip().lower() in [prompt_to_repeat[n_start:end].strip().lower() for end in (n_end, n_end + 1)]
 
 
 def sentence_hyphens(response: str) -> bool:
@@ -69,8 +61,8 @@ def bigram_wrapping(response: str) -> bool:
 
 def keyword_position(response: str, keyword: str, n: int, m: int) -> bool:
     """The keyword is the m-th word of the n-th sentence."""
-    wanted, sentence, place, said = words_of("keyword", keyword), whole(n, least=1), whole(m, least=1), sentences(response)
-    return sentence <= len(said) and words(said[sentence - 1])[place - 1 :][: len(wanted)] == wanted
+    wanted, said = words(keyword), sentences(response)
+    return n <= len(said) and words(said[n - 1])[m - 1 :][: len(wanted)] == wanted != []
 
 
 def start_end(response: str) -> bool:
@@ -81,19 +73,18 @@ def start_end(response: str) -> bool:
 
 def counting_composition(response: str, n_sent: int, n_words: int) -> bool:
     """The response has three paragraphs, each of n_sent sentences with n_words words."""
-    wanted = [whole(n_words, least=1)] * whole(n_sent, least=1)
     paragraphs = [sentences(part) for part in DIVIDER.split(response.strip())]
-    return len(paragraphs) == 3 and all([len(words(sentence)) for sentence in said] == wanted for said in paragraphs)
+    return len(paragraphs) == 3 and all([len(words(sentence)) for sentence in said] == [n_words] * n_sent for said in paragraphs)
 
 
-def begin(texts: list[str], name: str, value: str) -> bool:
-    wanted = words_of(name, value)
-    return every(texts, lambda text: words(text)[: len(wanted)] == wanted)
+def begin(texts: list[str], first_word: str) -> bool:
+    wanted = words(first_word)
+    return every(texts, lambda text: words(text)[: len(wanted)] == wanted != [])
 
 
-def end(texts: list[str], name: str, value: str) -> bool:
-    wanted = words_of(name, value)
-    return every(texts, lambda text: words(text)[-len(wanted) :] == wanted)
+def end(texts: list[str], last_word: str) -> bool:
+    wanted = words(last_word)
+    return every(texts, lambda text: words(text)[-len(wanted) :] == wanted != [])
 
 
 IF_TRAIN: dict[str, Callable[..., bool]] = {
@@ -114,16 +105,16 @@ IF_TRAIN: dict[str, Callable[..., bool]] = {
     "keywords:no_adjacent_consecutive": lambda response: neighbours(words(response), lambda one, two: ord(two[0]) - ord(one[0]) != 1),
     "keywords:word_once": lambda response, keyword: occurrences(keyword, response) == 1,
     "keywords:word_count_different_numbers": IFEVAL["keywords:frequency"],
-    "keywords:exclude_word_harder": lambda response, keyword: not whole_words(phrase("keyword", keyword), response),
+    "keywords:exclude_word_harder": lambda response, keyword: not whole_words(keyword, response),
     "keywords:palindrome": lambda response: any(len(word) >= FEWEST_LETTERS and word == word[::-1] for word in words(response)),
     "keywords:keyword_specific_position": keyword_position,
     "keywords:start_end": start_end,
-    "first_word:first_word_sent": lambda response, first_word: begin(sentences(response), "first_word", first_word),
-    "first_word:first_word_answer": lambda response, first_word: begin([response], "first_word", first_word),
-    "last_word:last_word_sent": lambda response, last_word: end(sentences(response), "last_word", last_word),
-    "last_word:last_word_answer": lambda response, last_word: end([response], "last_word", last_word),
+    "first_word:first_word_sent": lambda response, first_word: begin(sentences(response), first_word),
+    "first_word:first_word_answer": lambda response, first_word: begin([response], first_word),
+    "last_word:last_word_sent": lambda response, last_word: end(sentences(response), last_word),
+    "last_word:last_word_answer": lambda response, last_word: end([response], last_word),
     # At most N lower-case words.
-    "count:lowercase_counting": lambda response, N: sum(run.islower() for run in re.findall(r"[^\W\d_]+", response)) <= whole(N),
+    "count:lowercase_counting": lambda response, N: sum(run.islower() for run in re.findall(r"[^\W\d_]+", response)) <= N,
     "count:counting_composition": counting_composition,
     "count:count_unique": lambda response: len(words(response)) == len(set(words(response))),
     "count:count_increment_word": lambda response, keyword1, keyword2: (

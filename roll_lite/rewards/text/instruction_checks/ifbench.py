@@ -11,8 +11,6 @@ from datetime import date
 from itertools import groupby, pairwise
 from operator import gt, lt
 
-from roll_lite.rewards.text.instruction_checks.arguments import options as options_of
-from roll_lite.rewards.text.instruction_checks.arguments import phrase, share, whole
 from roll_lite.rewards.text.instruction_checks.english import CONJUNCTIONS, MINOR_WORDS, NAMES, PRONOUNS, STOP_WORDS, is_verb
 from roll_lite.rewards.text.instruction_checks.if_train import keyword_position
 from roll_lite.rewards.text.instruction_checks.parts import (
@@ -31,7 +29,6 @@ JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
 OVERLAP_OFF = 2
 """Tolerance of `overlap`, in percentage points."""
 PRIMES = {number for number in range(2, 100) if all(number % divisor for divisor in range(2, number))}
-KEYWORD_TIMES = (1, 2, 3, 5, 7)
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 # ---------------------------------------------------------------- words and sentences
@@ -45,19 +42,18 @@ def punctuation(response: str) -> bool:
 
 def keywords_multiple(response: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
     """The keywords occur 1, 2, 3, 5 and 7 times."""
-    keywords = [phrase("a keyword", keyword) for keyword in (keyword1, keyword2, keyword3, keyword4, keyword5)]
-    return all(whole_words(keyword, response) == times for keyword, times in zip(keywords, KEYWORD_TIMES, strict=True))
+    return [whole_words(one, response) for one in (keyword1, keyword2, keyword3, keyword4, keyword5)] == [1, 2, 3, 5, 7]
 
 
 def words_japanese(response: str, N: int) -> bool:
     """Every N-th word contains Japanese. Numbers and punctuation are skipped; at least one word must remain."""
-    asked = [token for token in response.split()[whole(N, least=1) - 1 :: N] if words(token) and not token.isdigit()]
+    asked = [token for token in response.split()[N - 1 :: N] if words(token) and not token.isdigit()]
     return every(asked, JAPANESE.search)
 
 
 def stop_words(response: str, percentage: float) -> bool:
-    most, runs = share(percentage), re.findall(r"\w+", response.lower())
-    return bool(runs) and 100 * sum(run in STOP_WORDS for run in runs) <= most * len(runs)
+    runs = re.findall(r"\w+", response.lower())
+    return bool(runs) and 100 * sum(run in STOP_WORDS for run in runs) <= percentage * len(runs)
 
 
 def marks(response: str) -> list[int]:
@@ -74,10 +70,8 @@ def sentence_words(response: str) -> bool:
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
     """`percentage` percent (± OVERLAP_OFF) of the response's distinct character trigrams occur in `reference_text`."""
-    texts = (response, phrase("reference_text", reference_text))
-    ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in texts)
-    wanted = share(percentage)
-    return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - wanted) <= OVERLAP_OFF
+    ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
+    return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= OVERLAP_OFF
 
 
 def alphabet(response: str) -> bool:
@@ -98,13 +92,13 @@ def lines_of(response: str) -> list[list[str]]:
 
 def words_position(response: str, keyword: str) -> bool:
     """Second and second-to-last word are the keyword."""
-    wanted, said = words(phrase("keyword", keyword)), words(response)
-    return len(said) > 1 and [said[1]] == [said[-2]] == wanted
+    said = words(response)
+    return len(said) > 1 and [said[1]] == [said[-2]] == words(keyword)
 
 
 def sentence_keyword(response: str, word: str, N: int) -> bool:
-    wanted, place, said = phrase("word", word), whole(N, least=1), sentences(response)
-    return place <= len(said) and whole_words(wanted, said[place - 1]) > 0
+    said = sentences(response)
+    return len(said) >= N and whole_words(word, said[N - 1]) > 0
 
 
 def lengths(response: str) -> list[int]:
@@ -177,8 +171,7 @@ def indents(response: str) -> list[int]:
 
 def special_list(response: str, sep: str) -> bool:
     """Two or more lines begin with the separator."""
-    mark = phrase("sep", sep)
-    return sum(line.lstrip().startswith(mark) for line in response.split("\n")) >= 2
+    return sum(line.lstrip().startswith(sep) for line in response.split("\n")) >= 2
 
 
 def sub_bullets(response: str) -> bool:
@@ -205,12 +198,11 @@ def thesis(response: str) -> bool:
     return False
 
 
-def one_option(response: str, options: str | list[str]) -> bool:
+def one_option(response: str, options: list[str]) -> bool:
     """The response is exactly one option and no other text. Options labelled a), b), c) must match character by character."""
-    known = options_of(options)
-    if LETTER_OPTIONS.match(" ".join(known)):
-        return response.strip() in known
-    return words(response) in [words(one) for one in known]
+    if LETTER_OPTIONS.match(" ".join(options)):
+        return response.strip() in options
+    return words(response) in map(words, options)
 
 
 def emoji(response: str) -> bool:
@@ -241,16 +233,13 @@ def output_template(response: str) -> bool:
 
 def repeat_change(response: str, prompt_to_repeat: str) -> bool:
     """The response is the prompt with only its first word replaced."""
-    ours, theirs = response.split(), phrase("prompt_to_repeat", prompt_to_repeat).split()
+    ours, theirs = response.split(), prompt_to_repeat.split()
     return ours[1:] == theirs[1:] and bool(ours) and words(ours[0]) != words(theirs[0])
 
 
 def repeat_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
     """The response is words n_start to n_end of the prompt, both included, counted from 0."""
-    span = phrase("prompt_to_repeat", prompt_to_repeat).lower().split()[whole(n_start) : whole(n_end) + 1]
-    if not span:
-        raise ValueError(f"there are no words from {n_start} to {n_end}")
-    return response.lower().split() == span
+    return response.lower().split() == prompt_to_repeat.lower().split()[n_start : n_end + 1]
 
 
 # ---------------------------------------------------------------- single questions
@@ -326,17 +315,15 @@ def is_of_napoleon(day: str) -> bool:
 
 
 IFBENCH: dict[str, Callable[..., bool]] = {
-    "count:word_count_range": lambda response, min_words, max_words: (
-        len(re.findall(r"\w+", response)) in range(whole(min_words), whole(max_words) + 1)
-    ),
-    "count:unique_word_count": lambda response, N: len(set(words(response))) >= whole(N),
-    "count:conjunctions": lambda response, small_n: len(CONJUNCTIONS.intersection(words(response))) >= whole(small_n),
-    "count:person_names": lambda response, N: len(NAMES.intersection(re.findall(r"\w+", response))) >= whole(N),
+    "count:word_count_range": lambda response, min_words, max_words: len(re.findall(r"\w+", response)) in range(min_words, max_words + 1),
+    "count:unique_word_count": lambda response, N: len(set(words(response))) >= N,
+    "count:conjunctions": lambda response, small_n: len(CONJUNCTIONS.intersection(words(response))) >= small_n,
+    "count:person_names": lambda response, N: len(NAMES.intersection(re.findall(r"\w+", response))) >= N,
     # 3.14 and 100,000 count as one number each.
-    "count:numbers": lambda response, N: len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == whole(N),
+    "count:numbers": lambda response, N: len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == N,
     "count:punctuation": punctuation,
     "count:keywords_multiple": keywords_multiple,
-    "count:pronouns": lambda response, N: sum(run in PRONOUNS for run in re.findall(r"[^\W\d_]+", response.lower())) >= whole(N),
+    "count:pronouns": lambda response, N: sum(run in PRONOUNS for run in re.findall(r"[^\W\d_]+", response.lower())) >= N,
     "count:words_japanese": words_japanese,
     "ratio:stop_words": stop_words,
     # Two statements for each question.
@@ -352,7 +339,7 @@ IFBENCH: dict[str, Callable[..., bool]] = {
     "words:palindrome": lambda response: sum(len(word) >= 5 and word == word[::-1] for word in words(response)) >= 10,
     "words:prime_lengths": lambda response: every(words(response), lambda word: len(word) in PRIMES),
     "words:start_verb": lambda response: any(map(is_verb, words(response)[:1])),
-    "words:repeats": lambda response, small_n: max(Counter(words(response)).values(), default=0) <= whole(small_n),
+    "words:repeats": lambda response, small_n: max(Counter(words(response)).values(), default=0) <= small_n,
     "words:odd_even_syllables": lambda response: neighbours(words(response), lambda one, two: (syllables(one) + syllables(two)) % 2),
     # Every sentence begins with the previous one's last word.
     "words:last_first": lambda response: neighbours([*map(words, sentences(response))], lambda one, two: one[-1] == two[0], 2),
@@ -363,7 +350,7 @@ IFBENCH: dict[str, Callable[..., bool]] = {
     "sentence:keyword": sentence_keyword,
     "sentence:alliteration_increment": lambda response: neighbours([*map(alliteration, sentences(response))], lt, 2),
     # Every sentence has `small_n` more words than the previous one.
-    "sentence:increment": lambda response, small_n: {two - one for one, two in pairwise(lengths(response))} == {whole(small_n)},
+    "sentence:increment": lambda response, small_n: {two - one for one, two in pairwise(lengths(response))} == {small_n},
     "format:parentheses": parentheses,
     "format:quotes": quotes,
     "format:quote_unquote": quote_unquote,

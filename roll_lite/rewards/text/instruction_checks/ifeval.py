@@ -9,31 +9,39 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from roll_lite.rewards.text.instruction_checks.arguments import holds, letter_of, phrase, phrases, quantified, whole
-from roll_lite.rewards.text.instruction_checks.arguments import options as options_of
 from roll_lite.rewards.text.instruction_checks.parts import every, sentences, whole_words
 
 FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-SENTENCES_OFF = 1
-"""Tolerance of "around", for numbers of sentences."""
+AROUND = 0.1
+"""Tolerance of the quantifier "around": this share of the number, but at least 1."""
+
+
+def holds(count: int, relation: str, number: int) -> bool:
+    return count >= number if relation == "at least" else count < number
+
+
+def quantified(count: int, quantifier: str, number: int, off: int | None = None) -> bool:
+    """True if `count` is "at least", "at most" or "around" the number. `off`: tolerance of "around"."""
+    off = max(round(number * AROUND), 1) if off is None else off
+    return abs(count - number) <= off if quantifier == "around" else count >= number if quantifier == "at least" else count <= number
 
 
 def occurrences(keyword: str, response: str) -> int:
     """Number of occurrences, also within longer words, ignoring case."""
-    return len(re.findall(re.escape(phrase("a keyword", keyword)), response, re.IGNORECASE))
+    return len(re.findall(re.escape(keyword), response, re.IGNORECASE))
 
 
 def existence(response: str, keywords: list[str]) -> bool:
-    return all(occurrences(keyword, response) for keyword in phrases("keywords", "a keyword", keywords))
+    return all(occurrences(keyword, response) for keyword in keywords)
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
     """True if the response is in the language. `without_letters`: result for a text without letters (True in the original IFEval)."""
-    wanted, detector = phrase("language", language), _detector()
+    detector = _detector()
     try:
-        return str(detector.detect(response)) == wanted
+        return str(detector.detect(response)) == language
     except detector.LangDetectException:
         return without_letters
 
@@ -49,18 +57,16 @@ def _detector() -> Any:
 def paragraphs_by_stars(response: str, num_paragraphs: int) -> bool:
     """The response has `num_paragraphs` paragraphs, separated by ***."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
-    return sum(map(bool, parts)) == whole(num_paragraphs) and all(parts[1:-1])
+    return sum(map(bool, parts)) == num_paragraphs and all(parts[1:-1])
 
 
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """The response has `num_paragraphs` paragraphs, separated by two line breaks; the `nth_paragraph` begins with `first_word`."""
-    wanted, number, place = phrase("first_word", first_word).lower(), whole(num_paragraphs), whole(nth_paragraph, least=1)
     paragraphs = response.split("\n\n")
-    count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
-    if count != number or place > count:
+    if sum(bool(paragraph.strip()) for paragraph in paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
-    words = paragraphs[place - 1].split()
-    return bool(words) and re.split(r"[.,?!'\"]", words[0].lstrip("'\""))[0].lower() == wanted
+    words = paragraphs[nth_paragraph - 1].split()
+    return bool(words) and re.split(r"[.,?!'\"]", words[0].lstrip("'\""))[0].lower() == first_word.lower()
 
 
 def bullets(response: str) -> int:
@@ -77,7 +83,7 @@ def placeholders(response: str) -> int:
 
 
 def sections(response: str, splitter: str) -> int:
-    return len(re.findall(rf"\s?{re.escape(phrase('section_spliter', splitter))}\s?\d+\s?", response))
+    return len(re.findall(rf"\s?{re.escape(splitter)}\s?\d+\s?", response))
 
 
 def json_format(response: str) -> bool:
@@ -102,11 +108,11 @@ def two_responses(response: str) -> bool:
 
 
 def repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
-    return response.strip().lower().startswith(phrase("prompt_to_repeat", prompt_to_repeat).lower())
+    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def end_checker(response: str, end_phrase: str) -> bool:
-    return response.strip().strip('"').lower().endswith(phrase("end_phrase", end_phrase).lower())
+    return response.strip().strip('"').lower().endswith(end_phrase.lower())
 
 
 def quotation(response: str) -> bool:
@@ -128,26 +134,20 @@ def english_lowercase(response: str) -> bool:
 
 def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
     """The response has N paragraphs, separated by two line breaks; the i-th begins with `first_word`."""
-    number, place, wanted = whole(N, least=1), whole(i, least=1), phrase("first_word", first_word)
-    if place > number:
-        raise ValueError(f"there is no paragraph {place} of {number}")
     parts = response.strip().split("\n\n")
-    return len(parts) == number and re.match(rf"\s*{re.escape(wanted)}(?!\w)", parts[place - 1]) is not None
+    return i <= len(parts) == N and re.match(rf"\s*{re.escape(first_word)}(?!\w)", parts[i - 1]) is not None
 
 
 def has_postscript(response: str, postscript_marker: str) -> bool:
-    marker = phrase("postscript_marker", postscript_marker)
-    return re.search(POSTSCRIPTS.get(marker, re.escape(marker.lower())), response.lower()) is not None
+    return re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), response.lower()) is not None
 
 
 IFEVAL: dict[str, Callable[..., bool]] = {
     "keywords:existence": existence,
     "keywords:frequency": lambda response, keyword, frequency, relation: holds(occurrences(keyword, response), relation, frequency),
-    "keywords:forbidden_words": lambda response, forbidden_words: (
-        not any(whole_words(word, response) for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
-    ),
+    "keywords:forbidden_words": lambda response, forbidden_words: not any(whole_words(word, response) for word in forbidden_words),
     "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: holds(
-        response.lower().count(letter_of(letter).lower()), let_relation, let_frequency
+        response.lower().count(letter.lower()), let_relation, let_frequency
     ),
     "language:response_language": lambda response, language: is_language(response, language, without_letters=True),
     "length_constraints:number_sentences": lambda response, num_sentences, relation: holds(
@@ -156,13 +156,13 @@ IFEVAL: dict[str, Callable[..., bool]] = {
     "length_constraints:number_paragraphs": paragraphs_by_stars,
     "length_constraints:number_words": lambda response, num_words, relation: holds(len(re.findall(r"\w+", response)), relation, num_words),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": lambda response, num_placeholders: placeholders(response) >= whole(num_placeholders),
+    "detectable_content:number_placeholders": lambda response, num_placeholders: placeholders(response) >= num_placeholders,
     "detectable_content:postscript": has_postscript,
-    "detectable_format:number_bullet_lists": lambda response, num_bullets: bullets(response) == whole(num_bullets),
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: bullets(response) == num_bullets,
     "detectable_format:constrained_response": lambda response: any(option in response for option in CONSTRAINED),
-    "detectable_format:number_highlighted_sections": lambda response, num_highlights: highlights(response) >= whole(num_highlights),
+    "detectable_format:number_highlighted_sections": lambda response, num_highlights: highlights(response) >= num_highlights,
     "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
-        sections(response, section_spliter) >= whole(num_sections)
+        sections(response, section_spliter) >= num_sections
     ),
     "detectable_format:json_format": json_format,
     "detectable_format:title": title,
@@ -181,34 +181,26 @@ IFEVAL: dict[str, Callable[..., bool]] = {
 RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     # Where these instructions say "N times", exactly N is meant.
     "verify_keywords": lambda response, keyword_list: existence(response, keyword_list),
-    "verify_keyword_frequency": lambda response, word, N: whole_words(phrase("word", word), response) == whole(N),
+    "verify_keyword_frequency": lambda response, word, N: whole_words(word, response) == N,
     # Also as parts of longer words.
-    "validate_forbidden_words": lambda response, forbidden_words: (
-        not any(word.lower() in response.lower() for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
-    ),
+    "validate_forbidden_words": lambda response, forbidden_words: not any(word.lower() in response.lower() for word in forbidden_words),
     # Case matters.
-    "verify_letter_frequency": lambda response, letter, N: response.count(letter_of(letter)) == whole(N),
+    "verify_letter_frequency": lambda response, letter, N: response.count(letter) == N,
     "validate_response_language": lambda response, language: is_language(response, language, without_letters=False),
     # Paragraphs are separated by * * *, and none is empty.
-    "verify_paragraph_count": lambda response, N: len(response.split("* * *")) == whole(N) and every(response.split("* * *"), str.strip),
+    "verify_paragraph_count": lambda response, N: len(response.split("* * *")) == N and every(response.split("* * *"), str.strip),
     "validate_word_constraint": lambda response, N, quantifier: quantified(len(response.split()), quantifier, N),
-    "verify_sentence_constraint": lambda response, N, quantifier: quantified(len(sentences(response)), quantifier, whole(N), SENTENCES_OFF),
+    "verify_sentence_constraint": lambda response, N, quantifier: quantified(len(sentences(response)), quantifier, N, off=1),
     "validate_paragraphs": validate_paragraphs,
     # Text must follow the marker.
-    "verify_postscript": lambda response, postscript_marker: bool(
-        response.partition(phrase("postscript_marker", postscript_marker))[2].strip()
-    ),
-    "validate_placeholders": lambda response, N: placeholders(response) >= whole(N),
-    "verify_bullet_points": lambda response, N: bullets(response) == whole(N),
+    "verify_postscript": lambda response, postscript_marker: bool(response.partition(postscript_marker)[2].strip()),
+    "validate_placeholders": lambda response, N: placeholders(response) >= N,
+    "verify_bullet_points": lambda response, N: bullets(response) == N,
     "validate_title": title,
     # As a whole word, with case: a is not A.
-    "validate_choice": lambda response, options: any(
-        re.search(rf"(?<!\w){re.escape(option)}(?!\w)", response) for option in options_of(options)
-    ),
-    "validate_highlighted_sections": lambda response, N: highlights(response) >= whole(N),
-    "validate_sections": lambda response, N, section_splitter: (
-        sections(response.lower(), phrase("section_splitter", section_splitter).lower()) >= whole(N)
-    ),
+    "validate_choice": lambda response, options: any(re.search(rf"(?<!\w){re.escape(option)}(?!\w)", response) for option in options),
+    "validate_highlighted_sections": lambda response, N: highlights(response) >= N,
+    "validate_sections": lambda response, N, section_splitter: sections(response.lower(), section_splitter.lower()) >= N,
     "validate_json_format": json_format,
     "validate_repeat_prompt": lambda response, original_prompt: repeat_prompt(response, original_prompt),
     "validate_two_responses": two_responses,
