@@ -128,6 +128,7 @@ class RLVRPipeline:
             self.step()
             with self.recovery.updating():
                 self.journal.moved(self.models.take_moved())
+                self.journal.worked(self.models.take_work())
             self.journal.ledger.step(self.steps_done, self.version)
             self.recovery.step_is_done(self.state_dict())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +29,9 @@ from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, St
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
+from roll_lite.models.hf_config import HfConfig, read_hf_config
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
+from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class ModelWorker(Worker):
     def __init__(self, role: ModelRole) -> None:
         super().__init__()
         self.spec = role
+        self.phases = RankPhases()
 
     def initialize(self) -> RankLayout:
         torch.manual_seed(self.spec.seed)
@@ -117,6 +121,9 @@ class ModelWorker(Worker):
 
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
+
+    def take_work(self) -> RankWork:
+        return self.phases.take()
 
     def replica_checksums(self) -> dict[str, str]:
         return self.strategy.replica_checksums()
@@ -210,24 +217,42 @@ class ModelWorker(Worker):
 
     def forward_pass(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
         wanted = [self.computes[name] for name in columns]
-        plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
-        outputs = self.strategy.forward(batch, wanted, plan)
+        with self.phases.of("log_probs") as work:
+            plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
+            outputs = self.strategy.forward(batch, wanted, plan)
+            self._count(work, batch)
         return None if outputs is None else {name: outputs[self.computes[name]] for name in columns}
 
     def _train(self, share: TrainShare, loss_fn: ActorLoss | CriticLoss) -> Iterator[Update]:
         assert isinstance(self.spec.config, TrainRoleConfig)
         batch = share.shard.materialize()
         was_skipped = False
+        passes = 3 if self.spec.model_spec.lora is None else 2  # gradients of frozen weights are not computed
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
-        for number, mini_batch in enumerate(share.mini_batches):
-            rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
-            rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-            whole = beside(rows, share.supervised[number]) if share.supervised else rows
-            plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, loss_fn.outputs))
-            result = self.strategy.train_step(whole, loss_fn, loss_fn.outputs, plan)
-            explained = self._row_losses(whole, loss_fn) if result.skipped and not was_skipped else {}
-            was_skipped = result.skipped
-            yield Update(mini_batch.epoch, result, row_losses=explained)
+        with self.phases.of("train") as work:
+            for number, mini_batch in enumerate(share.mini_batches):
+                rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
+                rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
+                whole = beside(rows, share.supervised[number]) if share.supervised else rows
+                plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, loss_fn.outputs))
+                result = self.strategy.train_step(whole, loss_fn, loss_fn.outputs, plan)
+                self._count(work, whole, passes)
+                explained = self._row_losses(whole, loss_fn) if result.skipped and not was_skipped else {}
+                was_skipped = result.skipped
+                yield Update(mini_batch.epoch, result, row_losses=explained)
+
+    def _count(self, work: PhaseWork, rows: DataProto, passes: int = 1) -> None:
+        """Count tokens and model FLOPs of a pass over the rows. A backward pass takes as many FLOPs as two forward passes."""
+        layout = self.strategy.layout
+        part = layout.data_size / layout.world_size
+        outputs = int(rows.ragged("response_mask").values.sum()) if "response_mask" in rows else 0
+        width = 1 if isinstance(self.spec.config, CriticRoleConfig) else None
+        work.tokens += part * int(rows.lengths.sum())
+        work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs, width)
+
+    @cached_property
+    def _architecture(self) -> HfConfig:
+        return read_hf_config(self.spec.model.path)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
         """Loss of each row of an update with a non-finite loss, from another forward pass; empty except on head ranks."""

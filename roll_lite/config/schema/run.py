@@ -116,6 +116,14 @@ class BatchFilesConfig(Section):
     """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
 
+class ProfileConfig(Section):
+    """Measurements of speed and memory."""
+
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of a training device, for `actor/mfu`. null: known for A100, H100, H200, B200 and MI300X in bfloat16; on other devices
+    there is no `actor/mfu`."""
+
+
 class ReplayConfig(Section):
     path: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Folder of a past run, or of its dumps (`rollout.dump`); step n trains on dump n. Required by `mode: train_only`."""
@@ -272,6 +280,8 @@ class RunConfig(Section):
     """Weight updates of the engines."""
     trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
     """Destinations of metrics."""
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    """Measurements of speed and memory."""
     ray: RayConfig = Field(default_factory=RayConfig)
     """The Ray cluster."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
