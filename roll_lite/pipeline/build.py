@@ -270,6 +270,8 @@ class Starter:
             total_updates=updates(config, name),
             seed=derived_seed(config.seed, name),
             deterministic=config.deterministic,
+            snapshots=self.folder.resolve() / "out_of_memory",
+            memory_history=config.profile.memory_history,
         )
         slots = self.placement.slots(name)
         ranks = start_cluster(self.spec(name, slots, role.threads), worker, model_role, *args, **kwargs)

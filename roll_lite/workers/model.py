@@ -33,6 +33,9 @@ from roll_lite.models.hf_config import HfConfig, read_hf_config
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
+HISTORY_ENTRIES = 100_000
+"""Newest allocations that profile.memory_history keeps, at several KB of host memory each."""
+
 
 @dataclass(frozen=True)
 class ModelRole:
@@ -41,6 +44,9 @@ class ModelRole:
     total_updates: int
     seed: int
     deterministic: bool
+    snapshots: Path = Path("out_of_memory")
+    """Folder for memory snapshots of ranks that run out of it."""
+    memory_history: bool = False
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -100,21 +106,28 @@ class ModelWorker(Worker):
     def __init__(self, role: ModelRole) -> None:
         super().__init__()
         self.spec = role
-        self.phases = RankPhases()
+        self.phases = RankPhases(f"{self.role}-{self.rank}", role.snapshots, self._loaded)
 
     def initialize(self) -> RankLayout:
         torch.manual_seed(self.spec.seed)
         self.init_process_group()
+        if self.spec.memory_history and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
         strategy = build_model(self.spec.model_spec)
         assert isinstance(strategy, TrainStrategy)
-        strategy.initialize()
+        with self.phases.explained("start"):
+            strategy.initialize()
         self.strategy = strategy
         self._heads = self._make_heads_group()
         freeze_heap()
         return self.strategy.layout
 
+    def _loaded(self) -> Sequence[StateGroup]:
+        return self.strategy.loaded if hasattr(self, "strategy") else ()
+
     def load(self, groups: Sequence[StateGroup]) -> None:
-        self.strategy.load(groups)
+        with self.phases.explained("load"):
+            self.strategy.load(groups)
 
     def offload(self, groups: Sequence[StateGroup]) -> None:
         self.strategy.offload(groups)

@@ -1,11 +1,12 @@
-"""Work of a training rank in the phases of a step: seconds, tokens, model FLOPs, and memory."""
+"""Work of a training rank in the phases of a step: seconds, tokens, model FLOPs, and memory. Report of a phase that ran out of memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import torch
@@ -22,6 +23,15 @@ PEAK_TFLOPS = {
     "MI300X": 1307.0,
 }
 """Dense bfloat16 TFLOP/s by a part of the device's name; the first match counts. From the makers' data sheets, without sparsity."""
+
+REMEDIES = {
+    "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute to selective or full, {role}.optimizer.on_host to true",
+    "log_probs": "lower {role}.micro_batch_tokens",
+    "sync_weights": "lower weight_sync.bucket_mb",
+}
+"""Settings to change if a phase runs out of memory."""
+SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
+"""Settings to change whatever the phase."""
 
 
 @dataclass
@@ -49,7 +59,12 @@ class RankWork:
 class RankPhases:
     """Measures the phases of this rank. They do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
+        """`name`: ROLE-RANK. `snapshots`: folder for snapshots of the rank's memory. `loaded`: returns the state groups that are on the
+        device."""
+        self._name = name
+        self._snapshots = snapshots
+        self._loaded = loaded
         self._done: dict[str, PhaseWork] = {}
 
     @contextmanager
@@ -60,10 +75,50 @@ class RankPhases:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         try:
-            yield work
+            with self.explained(phase):
+                yield work
         finally:
             work.seconds += time.perf_counter() - start
             work.memory = {kind: max(size, work.memory.get(kind, 0)) for kind, size in memory_in_use().items()}
+
+    @contextmanager
+    def explained(self, phase: str) -> Iterator[None]:
+        """Explain an OutOfMemoryError of the block: where the memory is, and which settings to change."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._explanation(phase, error)) from error
+
+    def _explanation(self, phase: str, error: torch.OutOfMemoryError) -> str:
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved()
+        sizes = {
+            "reserved by torch": reserved,
+            "of these allocated": torch.cuda.memory_allocated(),
+            "other (engines, other roles, CUDA itself)": total - free - reserved,
+            "free": free,
+            "in all": total,
+        }
+        role = self._name.rpartition("-")[0]
+        remedies = [text.format(role=role) for text in (REMEDIES.get(phase), SHARED) if text is not None]
+        what = ". ".join(str(error).split(". ")[:2])  # torch's own advice follows
+        return (
+            f"{what}, in phase {phase}, with {', '.join(self._loaded()) or 'nothing'} loaded. GB of the GPU's memory: "
+            f"{', '.join(f'{name} {size / 1e9:.2f}' for name, size in sizes.items())}. Remedies: {'; '.join(remedies)}. {self._snapshot()}"
+        )
+
+    def _snapshot(self) -> str:
+        """Write a snapshot of the memory that torch manages. Returns where it is or, if it could not be written, why."""
+        file = self._snapshots / f"{self._name}.pickle"
+        try:
+            self._snapshots.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(file))
+        except (OSError, RuntimeError) as error:
+            return f"No snapshot of the memory could be written: {error}"
+        return (
+            f"A snapshot of the memory is in {file} on this rank's node (view it at https://docs.pytorch.org/memory_viz); with "
+            "profile.memory_history=true it says where in the code memory was allocated"
+        )
 
     def take(self) -> RankWork:
         """Return the work since the last call."""

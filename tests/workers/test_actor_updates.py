@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -87,7 +88,8 @@ def trained(results: list[TrainResult], losses: dict[int, float], supervised: Da
     )
     loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
     role = SimpleNamespace(config=TrainRoleConfig(), model_spec=SimpleNamespace(lora=None))
-    worker: Any = SimpleNamespace(strategy=strategy, spec=role, loss=loss, algorithm=AlgorithmConfig(), phases=RankPhases())
+    phases = RankPhases("actor_train-0", Path("none"))
+    worker: Any = SimpleNamespace(strategy=strategy, spec=role, loss=loss, algorithm=AlgorithmConfig(), phases=phases)
     worker._count = lambda *_: None
     for name in ("_train", "_row_losses", "_forward_budget", "_budget"):
         setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))

@@ -122,6 +122,9 @@ class ProfileConfig(Section):
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of a training device, for `actor/mfu`. null: known for A100, H100, H200, B200 and MI300X in bfloat16; on other devices
     there is no `actor/mfu`."""
+    memory_history: bool = False
+    """Record where in the code training ranks allocate GPU memory, for the snapshot that a rank writes when it runs out of memory. Slows
+    training, and takes some hundred MB of host memory per rank."""
 
 
 class ReplayConfig(Section):

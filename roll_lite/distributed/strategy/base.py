@@ -238,6 +238,11 @@ class TrainStrategy(ForwardStrategy):
         """Checksums of this rank's weights. A key names a tensor and this rank's shard of it. Ranks with an equal key hold replicas, so
         their checksums must be equal."""
 
+    @property
+    @abstractmethod
+    def loaded(self) -> Sequence[StateGroup]:
+        """State groups of this rank that are on the device."""
+
     @abstractmethod
     def take_moved(self) -> Moved:
         """Return how much `load` and `offload` moved since the last call."""
