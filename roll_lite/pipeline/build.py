@@ -46,6 +46,7 @@ from roll_lite.pipeline.node_facts import compare_nodes
 from roll_lite.pipeline.nodes import View, check_nodes, readers
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
+from roll_lite.pipeline.traces import Traces
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
 from roll_lite.workers.infer import InferWorker
@@ -84,7 +85,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     supervised, notes = supervised_rows(config)
     for line in notes:
         journal.console.message(line)
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised)
+    traces = Traces(config.profile.steps, models, source, journal, apart)
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised, traces)
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:

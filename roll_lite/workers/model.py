@@ -30,6 +30,7 @@ from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
 from roll_lite.models.hf_config import HfConfig, read_hf_config
+from roll_lite.observability.trace_recorder import TraceRecorder
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
@@ -106,6 +107,7 @@ class ModelWorker(Worker):
     def __init__(self, role: ModelRole) -> None:
         super().__init__()
         self.spec = role
+        self._trace = TraceRecorder()
         self.phases = RankPhases(f"{self.role}-{self.rank}", role.snapshots, self._loaded)
 
     def initialize(self) -> RankLayout:
@@ -134,6 +136,13 @@ class ModelWorker(Worker):
 
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
+
+    def start_trace(self) -> None:
+        self._trace.start()
+
+    def write_trace(self, folder: Path) -> str | None:
+        """Write the profiler's recording of this rank. Returns what failed; None if nothing."""
+        return self._trace.write(folder / f"{self.role}-{self.rank}.json.gz")
 
     def take_work(self) -> RankWork:
         return self.phases.take()

@@ -75,7 +75,7 @@ class RankPhases:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         try:
-            with self.explained(phase):
+            with self.explained(phase), torch.profiler.record_function(phase):
                 yield work
         finally:
             work.seconds += time.perf_counter() - start

@@ -119,6 +119,9 @@ class BatchFilesConfig(Section):
 class ProfileConfig(Section):
     """Measurements of speed and memory."""
 
+    steps: list[PositiveInt] = Field(default_factory=list)
+    """Steps, counted from 1, of which torch's profiler records each training rank and engine. The traces are in the run's folder, in
+    profiles/step_.../ROLE-RANK.json.gz, for https://ui.perfetto.dev. Recorded steps are slower, and long ones make large files."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of a training device, for `actor/mfu`. null: known for A100, H100, H200, B200 and MI300X in bfloat16; on other devices
     there is no `actor/mfu`."""
@@ -293,6 +296,11 @@ class RunConfig(Section):
     """Injected faults, to test what a run survives; null: none."""
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Assumptions of `roll-lite simulate`; runs do not read them."""
+
+    @rule
+    def _profiled(self) -> Mistakes:
+        if beyond := [step for step in self.profile.steps if step > self.steps]:
+            yield "profile.steps", f"names step {beyond[0]}, the run ends after step {self.steps}; name steps from 1 to {self.steps}"
 
     @rule
     def _dumps(self) -> Mistakes:
