@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,27 @@ class HfConfig:
     def attention_par(self) -> float:
         """Row length in tokens at which attention costs as many operations as the weight matrices."""
         # Each token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
+        return self.hidden * self._columns / (self.heads * self.head_dim)
+
+    def forward_flops(self, lengths: Iterable[int], outputs: int, output_width: int | None = None) -> float:
+        """Floating-point operations of a forward pass over rows of these lengths, two for each multiplication with a weight and in
+        attention, which sees only the token itself and earlier ones. Norms, softmax and embeddings do not count. `outputs`: number of
+        tokens that reach the output layer; `output_width`: that of a value head, None for the vocabulary."""
+        tokens = pairs = 0
+        for length in lengths:
+            near = min(length, self.window or length)
+            tokens += length
+            pairs += near * (near + 1) // 2 + (length - near) * near
+        routers = 0 if self.experts is None else sum(self.experts.layers) * self.experts.count
+        of_token = self.hidden * (self.layers * self._columns + routers)
+        of_pair = 2 * self.layers * self.heads * self.head_dim
+        return 2 * (tokens * of_token + pairs * of_pair + outputs * self.hidden * (output_width or self.vocab_size))
+
+    @property
+    def _columns(self) -> float:
+        """Number of weights that a token uses in a layer, divided by `hidden`; mean over the layers."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
-        matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
-        return self.hidden * matrices / (self.heads * self.head_dim)
+        return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
         """Facts about the model that determine a checkpoint's tensors, as JSON values. `has_values`: the model is a critic."""

@@ -1,13 +1,13 @@
 """Table of all metrics of a run: reduction over ranks and steps, unit, description; `docs/metrics.md` is generated from it.
 
 A mean is kept as sum and count, and divided when read. A metric with `by` = domain is reported as `domain/<domain>/<name>` and, over all
-domains, as `<name>`. One with `by` = phase, role or transport is reported as `<name>/<phase>` etc."""
+domains, as `<name>`. One with `by` = phase, role, role/phase or transport is reported as `<name>/<phase>` etc."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Literal
@@ -26,7 +26,7 @@ class Metric:
     reduction: Reduction
     unit: str
     description: str
-    by: Literal["domain", "phase", "role", "transport"] | None = None
+    by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     count: tuple[str, ...] = ()
     """For means that a loss function reports as sums: names of the metrics that may hold the number of items; the first one reported is
     used. Empty: each optimizer step is one item."""
@@ -39,6 +39,10 @@ ACTOR, CRITIC, CREDIT, ROWS = ("actor/tokens",), ("critic/tokens",), ("credit/to
 
 BUSIEST_EXPERT = Metric(MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; for models with experts.")
 BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient; 1 if experts are used equally.")
+
+TFLOPS = Metric(MEAN, "TFLOP/s", "Model FLOPs per device and second, without loads and offloads.")
+MFU = Metric(MEAN, "share", "Model FLOPs per second as a share of the device's peak; not reported if the peak is unknown.")
+DEVICE_TOKENS = Metric(MEAN, "tokens/s", "Tokens per device and second, prompts included.")
 
 by_domain = partial(Metric, by="domain")
 
@@ -231,6 +235,9 @@ METRICS: dict[str, Metric] = {
         SUM, "updates", "Optimizer steps made; fewer than epochs x mini-batches if early_stop_kl, masks or skips omit some."
     ),
     "actor/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
+    "actor/tokens_per_second": DEVICE_TOKENS,
+    "actor/tflops": TFLOPS,
+    "actor/mfu": MFU,
     # mismatch of engine and trainer on the same tokens
     "mismatch/mean": by_domain(
         MEAN,
@@ -261,6 +268,21 @@ METRICS: dict[str, Metric] = {
     "critic/lr": Metric(LAST, "", "Learning rate."),
     "critic/updates": Metric(SUM, "updates", "Optimizer steps made."),
     "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
+    "critic/tokens_per_second": DEVICE_TOKENS,
+    "critic/tflops": TFLOPS,
+    "critic/mfu": MFU,
+    # forward passes for log-probs and values
+    "log_probs/tokens_per_second": replace(DEVICE_TOKENS, by="role"),
+    "log_probs/tflops": replace(TFLOPS, by="role"),
+    "log_probs/mfu": replace(MFU, by="role"),
+    # memory
+    "memory/allocated_megabytes": Metric(MAX, "MB", "Peak of the GPU memory allocated by torch, on the fullest rank.", by="role/phase"),
+    "memory/reserved_megabytes": Metric(
+        MAX, "MB", "Peak of the GPU memory that torch has reserved, allocated or cached, on the fullest rank.", by="role/phase"
+    ),
+    "memory/resident_megabytes": Metric(
+        MAX, "MB", "Resident host memory at the end of the phase, on the fullest rank. Includes what processes share.", by="role/phase"
+    ),
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
     "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines, counted once for all engines."),

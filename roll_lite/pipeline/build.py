@@ -51,6 +51,7 @@ from roll_lite.pipeline.node_facts import compare_nodes
 from roll_lite.pipeline.nodes import View, check_nodes, readers
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
+from roll_lite.pipeline.traces import Traces
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
 from roll_lite.workers.infer import InferWorker
@@ -93,7 +94,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     supervised, notes = supervised_rows(config)
     for line in notes:
         journal.console.message(line)
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised)
+    traces = Traces(config.profile.steps, models, source, journal, apart)
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised, traces)
 
 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -314,6 +316,8 @@ class Starter:
             total_updates=updates(config, name),
             seed=derived_seed(config.seed, name),
             deterministic=config.deterministic,
+            snapshots=self.folder.resolve() / "out_of_memory",
+            memory_history=config.profile.memory_history,
         )
         slots = self.placement.slots(name)
         ranks = start_cluster(self.spec(name, slots, role.threads), worker, model_role, *args, **kwargs)

@@ -31,6 +31,7 @@ from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.model import CriticWorker, ModelWorker, ReferenceWorker, TrainShare
+from roll_lite.workers.phases import RankWork
 from roll_lite.workers.reward_model import RewardModelWorker
 
 W = TypeVar("W", bound=ModelWorker)
@@ -188,6 +189,10 @@ class Models:
     def take_moved(self) -> dict[str, list[Moved]]:
         """Loads and offloads since the last call, of roles with `offload: true`."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
+
+    def take_work(self) -> dict[str, list[RankWork]]:
+        """Work of all ranks by phase, since the last call."""
+        return {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:

@@ -42,7 +42,7 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
     Effect.COUNTED_ANEW: ("domains.*.share",),
     Effect.NEXT_STEP: tuple(f"actor_infer.strategy.{name}" for name in ("quantization", "max_model_len", "engine_args")),
     Effect.NOT_TRAINING: (
-        *("placement", "ray", "limits", "chaos", "trackers", "batches", "checkpoint", "weight_sync", "validation", "judges.*"),
+        *("placement", "ray", "limits", "chaos", "trackers", "profile", "batches", "checkpoint", "weight_sync", "validation", "judges.*"),
         *(f"{role}.{name}" for role in ("*", "reward_models.*") for name in RUNNING),
         *("*.restarts", "*.train_micro_batch_tokens", "*.train_micro_batch_size", "*.compare_replicas_every"),
         *("actor_infer.replicas_per_device", "actor_train.lora.engines", "actor_train.lora.export"),

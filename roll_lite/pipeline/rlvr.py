@@ -35,6 +35,7 @@ from roll_lite.pipeline.recovery import Recovery
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
 from roll_lite.pipeline.sources import BatchSource, Validations
+from roll_lite.pipeline.traces import Traces
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import compared_before_training, credit_columns
 from roll_lite.workers.model import CriticWorker, TrainShare, Update
@@ -51,6 +52,7 @@ class RLVRPipeline:
         checkpoints: Checkpoints,
         batch_files: BatchFiles,
         ptx: SupervisedRows | None = None,
+        traces: Traces | None = None,
     ) -> None:
         self.config = config
         self.algorithm = config.algorithm
@@ -60,6 +62,7 @@ class RLVRPipeline:
         self.checkpoints = checkpoints
         self.batch_files = batch_files
         self.ptx = ptx
+        self.traces = traces or Traces([], models, source, journal)
         self.timers = journal.timers
         self.recovery = Recovery(config, models, source, checkpoints, journal)
         self.shaping = RewardShaping(config)
@@ -124,10 +127,12 @@ class RLVRPipeline:
             pause(self.models.actor.ranks.group, 0, f"the user, who deletes {file}")
 
     def recorded_step(self) -> None:
+        self.traces.start(self.steps_done + 1)
         with self.journal.step(self.steps_done + 1):
             self.step()
             with self.recovery.updating():
                 self.journal.moved(self.models.take_moved())
+                self.journal.worked(self.models.take_work())
             self.journal.ledger.step(self.steps_done, self.version)
             self.recovery.step_is_done(self.state_dict())
 
@@ -269,6 +274,7 @@ class RLVRPipeline:
     # ---------------------------------------------------------------- between steps
 
     def between_steps(self) -> None:
+        self.traces.write(self.steps_done)
         compare, self.compare_later = self.compare_later, None
         if compare is not None:
             compare()

@@ -133,7 +133,8 @@ class ActorWorker(ModelWorker):
         return transferred(lambda: self.weight_sender.connect(plan, membership))
 
     def send_weights(self) -> Transferred:
-        sent, counted = transferred(self.weight_sender.send), self.weight_sender
+        with self.phases.of("sync_weights"):
+            sent, counted = transferred(self.weight_sender.send), self.weight_sender
         return replace(sent, seconds=counted.seconds, nbytes=counted.nbytes, by_transport=counted.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:

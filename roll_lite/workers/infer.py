@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import ray
@@ -136,6 +137,13 @@ class InferWorker(AsyncWorker):
         return await self._of_engine(self._strategy.weight_checksums(names))
 
     # ------------------------------------------------------------ life
+
+    async def start_trace(self) -> None:
+        await self._of_engine(self._strategy.start_trace())
+
+    async def write_trace(self, folder: Path) -> list[str | None]:
+        """Write the profiler's recordings of the engine's workers. Returns what failed, by worker; None if nothing."""
+        return await self._of_engine(self._strategy.write_trace(str(folder / f"actor_infer-{self.rank}")))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
         await self._of_engine(self._strategy.load(parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +29,13 @@ from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, St
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
+from roll_lite.models.hf_config import HfConfig, read_hf_config
+from roll_lite.observability.trace_recorder import TraceRecorder
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
+from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
+
+HISTORY_ENTRIES = 100_000
+"""Newest allocations that profile.memory_history keeps, at several KB of host memory each."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,9 @@ class ModelRole:
     total_updates: int
     seed: int
     deterministic: bool
+    snapshots: Path = Path("out_of_memory")
+    """Folder for memory snapshots of ranks that run out of it."""
+    memory_history: bool = False
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -97,26 +107,45 @@ class ModelWorker(Worker):
     def __init__(self, role: ModelRole) -> None:
         super().__init__()
         self.spec = role
+        self._trace = TraceRecorder()
+        self.phases = RankPhases(f"{self.role}-{self.rank}", role.snapshots, self._loaded)
 
     def initialize(self) -> RankLayout:
         torch.manual_seed(self.spec.seed)
         self.init_process_group()
+        if self.spec.memory_history and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
         strategy = build_model(self.spec.model_spec)
         assert isinstance(strategy, TrainStrategy)
-        strategy.initialize()
+        with self.phases.explained("start"):
+            strategy.initialize()
         self.strategy = strategy
         self._heads = self._make_heads_group()
         freeze_heap()
         return self.strategy.layout
 
+    def _loaded(self) -> Sequence[StateGroup]:
+        return self.strategy.loaded if hasattr(self, "strategy") else ()
+
     def load(self, groups: Sequence[StateGroup]) -> None:
-        self.strategy.load(groups)
+        with self.phases.explained("load"):
+            self.strategy.load(groups)
 
     def offload(self, groups: Sequence[StateGroup]) -> None:
         self.strategy.offload(groups)
 
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
+
+    def start_trace(self) -> None:
+        self._trace.start()
+
+    def write_trace(self, folder: Path) -> str | None:
+        """Write the profiler's recording of this rank. Returns what failed; None if nothing."""
+        return self._trace.write(folder / f"{self.role}-{self.rank}.json.gz")
+
+    def take_work(self) -> RankWork:
+        return self.phases.take()
 
     def replica_checksums(self) -> dict[str, str]:
         return self.strategy.replica_checksums()
@@ -210,24 +239,42 @@ class ModelWorker(Worker):
 
     def forward_pass(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
         wanted = [self.computes[name] for name in columns]
-        plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
-        outputs = self.strategy.forward(batch, wanted, plan)
+        with self.phases.of("log_probs") as work:
+            plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
+            outputs = self.strategy.forward(batch, wanted, plan)
+            self._count(work, batch)
         return None if outputs is None else {name: outputs[self.computes[name]] for name in columns}
 
     def _train(self, share: TrainShare, loss_fn: ActorLoss | CriticLoss) -> Iterator[Update]:
         assert isinstance(self.spec.config, TrainRoleConfig)
         batch = share.shard.materialize()
         was_skipped = False
+        passes = 3 if self.spec.model_spec.lora is None else 2  # gradients of frozen weights are not computed
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
-        for number, mini_batch in enumerate(share.mini_batches):
-            rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
-            rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-            whole = beside(rows, share.supervised[number]) if share.supervised else rows
-            plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, loss_fn.outputs))
-            result = self.strategy.train_step(whole, loss_fn, loss_fn.outputs, plan)
-            explained = self._row_losses(whole, loss_fn) if result.skipped and not was_skipped else {}
-            was_skipped = result.skipped
-            yield Update(mini_batch.epoch, result, row_losses=explained)
+        with self.phases.of("train") as work:
+            for number, mini_batch in enumerate(share.mini_batches):
+                rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
+                rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
+                whole = beside(rows, share.supervised[number]) if share.supervised else rows
+                plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, loss_fn.outputs))
+                result = self.strategy.train_step(whole, loss_fn, loss_fn.outputs, plan)
+                self._count(work, whole, passes)
+                explained = self._row_losses(whole, loss_fn) if result.skipped and not was_skipped else {}
+                was_skipped = result.skipped
+                yield Update(mini_batch.epoch, result, row_losses=explained)
+
+    def _count(self, work: PhaseWork, rows: DataProto, passes: int = 1) -> None:
+        """Count tokens and model FLOPs of a pass over the rows. A backward pass takes as many FLOPs as two forward passes."""
+        layout = self.strategy.layout
+        part = layout.data_size / layout.world_size
+        outputs = int(rows.ragged("response_mask").values.sum()) if "response_mask" in rows else 0
+        width = 1 if isinstance(self.spec.config, CriticRoleConfig) else None
+        work.tokens += part * int(rows.lengths.sum())
+        work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs, width)
+
+    @cached_property
+    def _architecture(self) -> HfConfig:
+        return read_hf_config(self.spec.model.path)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
         """Loss of each row of an update with a non-finite loss, from another forward pass; empty except on head ranks."""

@@ -183,12 +183,15 @@ def test_what_the_losses_return_is_declared() -> None:
         "actor/grad_norm",
         "actor/kl_coef",
         "actor/lr",
+        "actor/mfu",
         "actor/ratio_p01",
         "actor/ratio_p50",
         "actor/ratio_p99",
         "actor/rerouted",
         "actor/ratio_square",
         "actor/skipped",
+        "actor/tflops",
+        "actor/tokens_per_second",
         "actor/updates",
     }, "declared and never produced by the loss: only what worker and pipeline add"
 

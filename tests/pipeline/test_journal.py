@@ -23,6 +23,7 @@ from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
+from roll_lite.workers.phases import PhaseWork, RankWork
 from roll_lite.workers.rollout_output import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,6 +95,44 @@ def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> Non
         "in_seconds/actor_train": 0.25,
     }
     assert record["offload/freed_megabytes/reference"] == 0
+
+
+def worked(journal: Journal, tmp_path: Path, device: str | None) -> dict[str, float]:
+    """Record of two actor ranks with 6e12 FLOPs each, of which the slower one took 3 seconds, and of a reference."""
+    ranks = [
+        RankWork(device, {"train": PhaseWork(seconds, tokens=600, flops=6e12, memory={"resident": size})})
+        for seconds, size in ((2.0, 5_000_000), (3.0, 4_000_000))
+    ]
+    reference = RankWork(device, {"log_probs": PhaseWork(0.5, tokens=100, flops=1e12, memory={"resident": 1_000_000})})
+    with journal.step(1):
+        journal.worked({"actor_train": ranks, "reference": [reference]})
+    return records(tmp_path)[-1]
+
+
+def test_speed_is_that_of_the_slowest_rank(journal: Journal, tmp_path: Path) -> None:
+    """12e12 FLOPs and 1,200 tokens by 2 devices in 3 seconds. A CPU has no known peak."""
+    record = worked(journal, tmp_path, device=None)
+    assert (record["actor/tflops"], record["actor/tokens_per_second"]) == (2.0, 200.0)
+    assert (record["log_probs/tflops/reference"], record["log_probs/tokens_per_second/reference"]) == (2.0, 200.0)
+    assert (record["memory/resident_megabytes/actor_train/train"], record["memory/resident_megabytes/reference/log_probs"]) == (5.0, 1.0)
+    assert not [name for name in record if "mfu" in name or "allocated" in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mfu"),
+    [
+        (["model.dtype=bfloat16"], 2 / 989),
+        (["model.dtype=float32"], None),
+        (["model.dtype=float32", "profile.peak_tflops=8"], 0.25),
+    ],
+)
+def test_mfu_needs_a_peak(settings: list[str], mfu: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known peaks are those of bfloat16."""
+    monkeypatch.chdir(ROOT)
+    journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{name: jsonl}]", *settings]), tmp_path)
+    journal.connect()
+    record = worked(journal, tmp_path, "NVIDIA H100 80GB HBM3")
+    assert (record.get("actor/mfu"), record.get("log_probs/mfu/reference")) == (pytest.approx(mfu), pytest.approx(mfu))
 
 
 def test_why_samples_failed_is_told_in_a_line_for_each_domain(journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

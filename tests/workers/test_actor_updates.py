@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.workers.actor import ActorWorker, moved_too_far
 from roll_lite.workers.model import TrainShare, Update
 from roll_lite.workers.objectives import ActorLoss
+from roll_lite.workers.phases import RankPhases
 
 
 def sums(*by_domain: tuple[float, float]) -> dict[str, float]:
@@ -85,7 +87,10 @@ def trained(results: list[TrainResult], losses: dict[int, float], supervised: Da
         plan=lambda *_: None, forward=forward, train_step=lambda *_: next(reports), layout=SimpleNamespace(attention_par=math.inf)
     )
     loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
-    worker: Any = SimpleNamespace(strategy=strategy, spec=SimpleNamespace(config=TrainRoleConfig()), loss=loss, algorithm=AlgorithmConfig())
+    role = SimpleNamespace(config=TrainRoleConfig(), model_spec=SimpleNamespace(lora=None))
+    phases = RankPhases("actor_train-0", Path("none"))
+    worker: Any = SimpleNamespace(strategy=strategy, spec=role, loss=loss, algorithm=AlgorithmConfig(), phases=phases)
+    worker._count = lambda *_: None
     for name in ("_train", "_row_losses", "_forward_budget", "_budget"):
         setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))
     mini_batches = [MiniBatch(epoch, np.array([4, 5, 6]), np.array([0.5, 1.0, 0.25], dtype=np.float32)) for epoch in range(len(results))]

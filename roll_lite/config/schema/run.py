@@ -116,6 +116,20 @@ class BatchFilesConfig(Section):
     """Models up to this size in MB are copied into the run's folder before training; of larger ones only path and checksums are saved."""
 
 
+class ProfileConfig(Section):
+    """Measurements of speed and memory."""
+
+    steps: list[PositiveInt] = Field(default_factory=list)
+    """Steps, counted from 1, of which torch's profiler records each training rank and engine. The traces are in the run's folder, in
+    profiles/step_.../ROLE-RANK.json.gz, for https://ui.perfetto.dev. Recorded steps are slower, and long ones make large files."""
+    peak_tflops: PositiveFloat | None = None
+    """Peak TFLOP/s of a training device, for `actor/mfu`. null: known for A100, H100, H200, B200 and MI300X in bfloat16; on other devices
+    there is no `actor/mfu`."""
+    memory_history: bool = False
+    """Record where in the code training ranks allocate GPU memory, for the snapshot that a rank writes when it runs out of memory. Slows
+    training, and takes some hundred MB of host memory per rank."""
+
+
 class ReplayConfig(Section):
     path: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Folder of a past run, or of its dumps (`rollout.dump`); step n trains on dump n. Required by `mode: train_only`."""
@@ -272,6 +286,8 @@ class RunConfig(Section):
     """Weight updates of the engines."""
     trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
     """Destinations of metrics."""
+    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    """Measurements of speed and memory."""
     ray: RayConfig = Field(default_factory=RayConfig)
     """The Ray cluster."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
@@ -280,6 +296,11 @@ class RunConfig(Section):
     """Injected faults, to test what a run survives; null: none."""
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Assumptions of `roll-lite simulate`; runs do not read them."""
+
+    @rule
+    def _profiled(self) -> Mistakes:
+        if beyond := [step for step in self.profile.steps if step > self.steps]:
+            yield "profile.steps", f"names step {beyond[0]}, the run ends after step {self.steps}; name steps from 1 to {self.steps}"
 
     @rule
     def _dumps(self) -> Mistakes:

@@ -239,6 +239,11 @@ class TrainStrategy(ForwardStrategy):
         """Checksums of this rank's weights. A key names a tensor and this rank's shard of it. Ranks with an equal key hold replicas, so
         their checksums must be equal."""
 
+    @property
+    @abstractmethod
+    def loaded(self) -> Sequence[StateGroup]:
+        """State groups of this rank that are on the device."""
+
     @abstractmethod
     def take_moved(self) -> Moved:
         """Return how much `load` and `offload` moved since the last call."""
@@ -399,6 +404,13 @@ class InferenceStrategy(ABC):
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Checksums of the named tensors (None: all), by Hugging Face name; see `checksum` in weight_sync/update.py."""
+
+    async def start_trace(self) -> None:  # noqa: B027 (for an engine that can be recorded)
+        """Start to record the engine's processes with torch's profiler."""
+
+    async def write_trace(self, prefix: str) -> list[str | None]:
+        """End the recording; each worker writes its own to PREFIX-NUMBER.json.gz. Returns what failed, by worker; None if nothing."""
+        return []
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:

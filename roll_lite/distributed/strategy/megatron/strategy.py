@@ -260,6 +260,11 @@ class MegatronStrategy(TrainStrategy):
                 found[f"{name} (stage {stage}.{part}, shard {shard})"] = checksum(weight)
         return found
 
+    @property
+    def loaded(self) -> Sequence[StateGroup]:
+        own = StateGroup if self._optimizer is not None else (StateGroup.WEIGHTS,)
+        return [group for group in own if self._mover.holds(group)]
+
     def take_moved(self) -> Moved:
         moved, self._mover.moved = self._mover.moved, Moved()
         return moved

@@ -1,0 +1,56 @@
+"""Traces of torch's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll_lite.observability.trace_recorder import TraceRecorder
+from roll_lite.workers.phases import RankPhases
+
+
+def names(file: Path) -> set[str]:
+    with gzip.open(file) as trace:
+        return {event.get("name", "") for event in json.load(trace)["traceEvents"]}
+
+
+def test_a_trace_holds_what_ran_between_start_and_end_with_backward_passes_and_phases(tmp_path: Path) -> None:
+    recorder, file = TraceRecorder(), tmp_path / "step_000003" / "actor_train-0.json.gz"
+    torch.ones(3).erfinv()
+    recorder.start()
+    with RankPhases("actor_train-0", tmp_path).of("train"):
+        (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)).sum().backward()
+    assert recorder.write(file) is None
+    found = names(file)
+    assert {"train", "aten::mm", "autograd::engine::evaluate_function: MmBackward0"} <= found
+    assert "aten::erfinv" not in found
+    assert recorder.write(file) == "the process started within the step", "each recording is written once"
+
+
+def test_a_repeated_step_is_recorded_anew(tmp_path: Path) -> None:
+    recorder = TraceRecorder()
+    recorder.start()
+    torch.ones(3).erfinv()
+    recorder.start()
+    torch.ones(3).lgamma()
+    assert recorder.write(tmp_path / "again.json.gz") is None
+    found = names(tmp_path / "again.json.gz")
+    assert "aten::lgamma" in found and "aten::erfinv" not in found
+
+
+def test_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    recorder = TraceRecorder()
+    recorder.start()
+    assert "File exists" in (recorder.write(tmp_path / "file" / "a.json.gz") or "")
+
+    def refuse(self: object) -> None:
+        raise RuntimeError("another profiler is active")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", refuse)
+    recorder.start()
+    assert recorder.write(tmp_path / "b.json.gz") == "another profiler is active"
