@@ -235,7 +235,7 @@ def test_responses_come_from_one_place(project: Path, capfd: pytest.CaptureFixtu
 
 
 def test_domains_without_reference_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert look("domains.sums.data.answer=null") == 2
+    assert look("domains.sums.data.answer=null", "domains.sums.reward={name: format, args: {preset: boxed}}") == 2
     assert "prompt 0: its answer None is no response that could be right; give --responses FILE" in capfd.readouterr().err
     assert look("domains.sums.reward={name: format, args: {preset: boxed}}") == 2
     assert "prompt 0: its answer '2' is no response that could be right" in capfd.readouterr().err
