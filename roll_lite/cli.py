@@ -110,7 +110,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _submit(parsed, overrides)
         imagined = parsed.command == "simulate"
         further = {"simulate": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
-        config = _loaded(parsed, overrides, further, files=not imagined)
+        needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
+        config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:
         if parsed.command == "check" and all(isinstance(problem, Missing) for problem in error.problems):
             sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
@@ -120,9 +121,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     return commands[parsed.command](config, parsed)
 
 
-def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], files: bool = True) -> RunConfig:
+def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], **options: bool) -> RunConfig:
     name, folder = located(parsed.config_name, parsed.config_path)
-    return load_config(name, folder, overrides, further=further, files=files, tell=lambda line: sys.stderr.write(f"{line}\n"))
+    return load_config(name, folder, overrides, further=further, tell=lambda line: sys.stderr.write(f"{line}\n"), **options)
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:

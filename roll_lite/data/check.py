@@ -66,7 +66,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
         scan = _Scan(_columns(path, domain, split), data, owners)
         try:
             shards = shards_of(file)
-            rows = _lines(shards) if shards[0].kind == "jsonl" else _table_rows(shards, scan)
+            rows = _table_rows(shards, scan) if shards[0].is_table else _lines(shards)
             for row in islice(rows, SCANNED_ROWS):
                 scan.check_row(row, f"{row.file.name}, {row.unit} {row.number}" if len(shards) > 1 else f"{row.unit} {row.number}")
                 if len(scan.mistakes) >= NAMED_LINES:
@@ -188,9 +188,9 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
         seen: dict[str, None] = {}
         try:
             shards = shards_of(file)
-            for shard in shards if shards[0].kind != "jsonl" else ():
+            for shard in shards if shards[0].is_table else ():
                 seen |= dict.fromkeys(declared_columns(shard))
-            for row in islice(_lines(shards), SCANNED_ROWS) if shards[0].kind == "jsonl" else ():
+            for row in islice(_lines(shards), SCANNED_ROWS) if not shards[0].is_table else ():
                 if isinstance(row.content, dict) and (data.tag is None or str(row.content.get(data.tag)) in data.tags):
                     seen |= dict.fromkeys(row.content)
                 if set(wanted) <= seen.keys():

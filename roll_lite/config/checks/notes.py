@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.gpu_only import gpu_notes
-from roll_lite.config.checks.layout import sharing_notes
+from roll_lite.config.checks.layout import model_folder, sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.models import FEED_FORWARD
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.hub import lacks_weights, written
 from roll_lite.models.hf_config import read_model_shape
 
 
@@ -51,6 +53,11 @@ def batch_notes(config: RunConfig) -> list[str]:
     return [f"batches.write: always: examples/recompute.py will refuse these batches, it has no formula for {'; '.join(settings)}"]
 
 
+def hub_notes(config: RunConfig) -> list[str]:
+    missing = {folder: name for name, role in roles(config).items() if lacks_weights(folder := model_folder(config, role))}
+    return [f"{name}: the weights of {written(folder)} are downloaded, and checked, when a run starts" for folder, name in missing.items()]
+
+
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
     """Collect all notes. `further`: functions of other packages that return notes."""
     notes_of_parts = (
@@ -62,6 +69,7 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         reference_notes,
         engine_notes,
         plain_secrets,
+        hub_notes,
         *further,
     )
     found: list[str] = []

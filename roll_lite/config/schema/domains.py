@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
-from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.schema.base import (
+    ASCENDING,
+    DataPath,
+    Mistakes,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UserPath,
+    rule,
+)
 from roll_lite.config.schema.environments import EnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.config.text_templates import compile_format, placeholders
 
@@ -28,13 +38,14 @@ class DataFilterConfig(Section):
             yield "difficulty_range", "of which column? Name it with `difficulty`"
 
 
-DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotated[dict[UserPath, PositiveFloat], Field(min_length=1)]
+DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotated[dict[DataPath, PositiveFloat], Field(min_length=1)]
 
 
 class DataConfig(Section):
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. The files of a list are read in order. A mapping
-    of paths to shares mixes the files: each supplies its share of the prompts, however few rows it has."""
+    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or a data set of the hub:
+    hf://owner/name/configuration?split=train (docs/data.md). The files of a list are read in order. A mapping of paths to shares mixes the
+    files: each supplies its share of the prompts, however few rows it has."""
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
