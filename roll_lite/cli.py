@@ -1,4 +1,5 @@
-"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`. Heavy modules are imported once the configuration is right."""
+"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`, `data`. Heavy modules are imported once the configuration is
+right."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from roll_lite.config.schema.base import Refused, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
+from roll_lite.data.preset_command import list_presets, prepare, show_preset
 from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.files import CONFIGS, absolute_path
 from roll_lite.observability.run_folder import check_run_dir, check_store
@@ -96,6 +98,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 0
     parsed, rest = parser.parse_known_args(given)
     # argparse accepts positional arguments only in one block; overrides may stand on both sides of an option.
+    if (no_configuration := getattr(parsed, "act", None)) is not None:
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return int(no_configuration(parsed))
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(map(hidden, unknown))}; settings are written key=value, without dashes")
@@ -294,7 +300,31 @@ def _parser() -> argparse.ArgumentParser:
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+    _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     return parser
+
+
+def _data_options(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True)
+    actions.add_parser("list", help="all presets, in a line each").set_defaults(act=_data)
+    for name, help_text in (
+        ("show", "where a preset's rows come from, its columns, and the settings of its domain"),
+        ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
+    ):
+        action = actions.add_parser(name, help=help_text, description=help_text)
+        action.set_defaults(act=_data)
+        action.add_argument("preset", metavar="NAME")
+    action.add_argument("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
+    action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")
+    action.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: NAME_SPLIT.jsonl)")
+
+
+def _data(parsed: argparse.Namespace) -> int:
+    if parsed.action == "list":
+        return list_presets()
+    if parsed.action == "show":
+        return show_preset(parsed.preset)
+    return prepare(parsed.preset, parsed.split, parsed.source, parsed.out)
 
 
 def _submit_options(command: argparse.ArgumentParser) -> None:

@@ -224,6 +224,32 @@ def test_names_outlive_a_saved_configuration(tmp_path: Path) -> None:
     assert located(Path("a/b"), "dataset") is None, "data sets are named with hf://"
 
 
+def test_the_shipped_configuration_of_one_gpu(hub: Mirror, tmp_path: Path) -> None:
+    """With the model's real shape; a check reads no weights."""
+    model = shutil.copytree(hub.repositories["models/acme/tiny"][0].folder, tmp_path / "qwen")
+    shape = {
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    }
+    config = json.loads((model / "config.json").read_text()) | shape | {"layer_types": ["full_attention"] * 24}
+    (model / "config.json").write_text(json.dumps(config))
+    hub.add("models/Qwen/Qwen2.5-0.5B-Instruct", model)
+    hub.add(
+        "datasets/openai/gsm8k", problems(tmp_path / "gsm8k", "main/train-0.parquet", "main/test-0.parquet", "socratic/train-0.parquet")
+    )
+    command = ["-m", "roll_lite.cli", "check", "--config-name", "gsm8k_0.5b_grpo"]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    settings = yaml.safe_load(done.stdout)
+    assert settings["domains"]["gsm8k"]["data"]["train"] == f"hf://openai/gsm8k/main?split=train&revision={'a' * 40}"
+    assert list(settings["domains"]) == ["gsm8k"] and "socratic/train-0.parquet" not in hub.downloaded()
+
+
 SHARDS = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]
 
 
@@ -262,6 +288,7 @@ def test_what_is_not_clear_is_refused(files: list[str], asked: str, says: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(590)
 def test_a_run_records_the_commits(hub: Mirror, tmp_path: Path) -> None:
     (tmp_path / "project.yaml").write_text(PROJECT % "acme/tiny")
     small = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "validation.enabled=false", "checkpoint.every=1"]
@@ -277,8 +304,7 @@ def test_a_run_records_the_commits(hub: Mirror, tmp_path: Path) -> None:
     assert (run / "model/model.safetensors").is_file() and (run / "model/tokenizer.json").is_file()
     assert "model.safetensors" in hub.downloaded() and "pytorch_model.bin" not in hub.downloaded()
     hub.repositories.clear()
-    done = python(
-        *command, "steps=2", f"checkpoint.resume={run}", home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, HF_HUB_OFFLINE="1"
-    )
+    command = ["-m", "roll_lite.cli", "check", "--config-name", "project", *small, "steps=2", f"checkpoint.resume={run}"]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "model.path" not in done.stdout + done.stderr, "nothing has changed"
+    assert "holds from the next step: steps: 1 -> 2" in done.stderr and "model.path" not in done.stderr, "the names have not changed"

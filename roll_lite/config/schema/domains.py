@@ -42,6 +42,11 @@ DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotate
 
 
 class DataConfig(Section):
+    preset: str | None = None
+    """Public data set whose rows train, and whose settings the domain has where it sets none itself: `roll-lite data list` (docs/data.md).
+    Your own `train` and `validation` then have the data set's columns. null: rows are read as they are."""
+    validation_preset: str | None = None
+    """Preset of `validation`, if it is another one."""
     train: DataFiles
     """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or a data set of the hub:
     hf://owner/name/configuration?split=train (docs/data.md). The files of a list are read in order. A mapping of paths to shares mixes the
@@ -65,6 +70,9 @@ class DataConfig(Section):
     prompts left, the run ends with an error. null: unlimited."""
     report_by: str | None = None
     """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
+
+    def preset_of(self, split: str) -> str | None:
+        return self.preset if split == "train" else self.validation_preset or self.preset
 
 
 def _shows_the_prompt(text: str) -> str:
