@@ -1,5 +1,5 @@
-"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`, `data`. Heavy modules are imported once the configuration is
-right."""
+"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`, `data`, `init`. Heavy modules are imported only once the
+configuration is right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import argparse
 import errno
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,7 +35,7 @@ from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.data.preset_command import list_presets, prepare, show_preset
 from roll_lite.distributed.strategy.build import engine_arguments_fit
-from roll_lite.files import CONFIGS, absolute_path
+from roll_lite.files import CONFIGS, STARTERS, absolute_path
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
@@ -300,8 +301,24 @@ def _parser() -> argparse.ArgumentParser:
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+    command = commands.add_parser("init", help="write a folder to start from: configuration, data, reward function, README")
+    command.set_defaults(act=_init)
+    recipes = sorted(path.name for path in STARTERS.iterdir())
+    command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
+    command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
     _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     return parser
+
+
+def _init(parsed: argparse.Namespace) -> int:
+    folder = absolute_path(parsed.folder)
+    try:
+        shutil.copytree(STARTERS / parsed.recipe, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    except (OSError, shutil.Error) as error:
+        sys.stderr.write(f"{folder} cannot be written ({getattr(error, 'strerror', error)}); name a new folder\n")
+        return WRONG_CONFIGURATION
+    sys.stdout.write(f"{folder}: README.md says what is in it; start with\n  cd {parsed.folder}\n  roll-lite run --config-name my_run\n")
+    return 0
 
 
 def _data_options(command: argparse.ArgumentParser) -> None:

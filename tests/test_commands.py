@@ -172,9 +172,17 @@ def writes_a_file(words: list[str]) -> None:
         assert main([*words[1:-1], f"{folder}/{words[-1]}"]) == 0
 
 
+def writes_a_folder(words: list[str]) -> None:
+    """Its own commands: tests/test_init.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert main([*words[1:], f"{folder}/new"]) == 0
+
+
 WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
 ELSEWHERE = {
     "roll-lite run --config-name gsm8k_0.5b_grpo": reads_the_hub,
+    "roll-lite init gsm8k": writes_a_folder,
+    "roll-lite init environment": writes_a_folder,
     "roll-lite data prepare gsm8k --from examples/data/gsm8k_tiny_train.jsonl --out gsm8k.jsonl": writes_a_file,
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
