@@ -33,7 +33,6 @@ from roll_lite.config.schema.base import Refused, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
-from roll_lite.data.preset_command import list_presets, prepare, show_preset
 from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.files import CONFIGS, STARTERS, absolute_path
 from roll_lite.observability.run_folder import check_run_dir, check_store
@@ -337,6 +336,8 @@ def _data_options(command: argparse.ArgumentParser) -> None:
 
 
 def _data(parsed: argparse.Namespace) -> int:
+    from roll_lite.data.preset_command import list_presets, prepare, show_preset
+
     if parsed.action == "list":
         return list_presets()
     if parsed.action == "show":

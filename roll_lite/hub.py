@@ -10,12 +10,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PosixPath, PurePosixPath
 from threading import Event, Thread
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote
 
 from roll_lite.files import absolute_path, first_line, kind_of, read_object
@@ -158,8 +157,7 @@ def data_files(path: HubPath) -> list[Path]:
 # ---------------------------------------------------------------- downloads
 
 
-@dataclass(frozen=True)
-class _Repository:
+class _Repository(NamedTuple):
     kind: Kind
     name: str
 
