@@ -1,4 +1,5 @@
-"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`. Heavy modules are imported once the configuration is right."""
+"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`, `data`, `init`. Heavy modules are imported only once the
+configuration is right."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import errno
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +34,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
-from roll_lite.files import CONFIGS, absolute_path
+from roll_lite.files import CONFIGS, STARTERS, absolute_path
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
@@ -96,6 +98,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 0
     parsed, rest = parser.parse_known_args(given)
     # argparse accepts positional arguments only in one block; overrides may stand on both sides of an option.
+    if (no_configuration := getattr(parsed, "act", None)) is not None:
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return int(no_configuration(parsed))
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(map(hidden, unknown))}; settings are written key=value, without dashes")
@@ -110,7 +116,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _submit(parsed, overrides)
         imagined = parsed.command == "simulate"
         further = {"simulate": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
-        config = _loaded(parsed, overrides, further, files=not imagined)
+        needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
+        config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:
         if parsed.command == "check" and all(isinstance(problem, Missing) for problem in error.problems):
             sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
@@ -120,9 +127,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     return commands[parsed.command](config, parsed)
 
 
-def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], files: bool = True) -> RunConfig:
+def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], **options: bool) -> RunConfig:
     name, folder = located(parsed.config_name, parsed.config_path)
-    return load_config(name, folder, overrides, further=further, files=files, tell=lambda line: sys.stderr.write(f"{line}\n"))
+    return load_config(name, folder, overrides, further=further, tell=lambda line: sys.stderr.write(f"{line}\n"), **options)
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
@@ -293,7 +300,49 @@ def _parser() -> argparse.ArgumentParser:
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+    command = commands.add_parser("init", help="write a folder to start from: configuration, data, reward function, README")
+    command.set_defaults(act=_init)
+    recipes = sorted(path.name for path in STARTERS.iterdir())
+    command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
+    command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
+    _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     return parser
+
+
+def _init(parsed: argparse.Namespace) -> int:
+    folder = absolute_path(parsed.folder)
+    try:
+        shutil.copytree(STARTERS / parsed.recipe, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    except (OSError, shutil.Error) as error:
+        sys.stderr.write(f"{folder} cannot be written ({getattr(error, 'strerror', error)}); name a new folder\n")
+        return WRONG_CONFIGURATION
+    sys.stdout.write(f"{folder}: README.md says what is in it; start with\n  cd {parsed.folder}\n  roll-lite run --config-name my_run\n")
+    return 0
+
+
+def _data_options(command: argparse.ArgumentParser) -> None:
+    actions = command.add_subparsers(dest="action", required=True)
+    actions.add_parser("list", help="all presets, in a line each").set_defaults(act=_data)
+    for name, help_text in (
+        ("show", "where a preset's rows come from, its columns, and the settings of its domain"),
+        ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
+    ):
+        action = actions.add_parser(name, help=help_text, description=help_text)
+        action.set_defaults(act=_data)
+        action.add_argument("preset", metavar="NAME")
+    action.add_argument("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
+    action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")
+    action.add_argument("--out", type=Path, metavar="FILE", help="a new file (default: NAME_SPLIT.jsonl)")
+
+
+def _data(parsed: argparse.Namespace) -> int:
+    from roll_lite.data.preset_command import list_presets, prepare, show_preset
+
+    if parsed.action == "list":
+        return list_presets()
+    if parsed.action == "show":
+        return show_preset(parsed.preset)
+    return prepare(parsed.preset, parsed.split, parsed.source, parsed.out)
 
 
 def _submit_options(command: argparse.ArgumentParser) -> None:

@@ -20,6 +20,8 @@ from typing import Any, Literal
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
 """Folder of the shipped configurations, tiny model, toy data and rewards. In a checkout it is a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
+STARTERS = EXAMPLES / "starters"
+"""Folders that `roll-lite init` copies."""
 
 LARGEST = 1 << 30
 """Maximum size, in bytes, of a file read as a whole."""

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import tomllib
 from dataclasses import dataclass
 from itertools import takewhile
@@ -85,8 +86,9 @@ def is_command(command: Command) -> bool:
 
 
 COMMANDS = commands()
-TRAININGS = [command for command in COMMANDS if command.training is not None and not re.search(r"\bwords\b|\bmode=", command.text)]
-"""The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py."""
+TRAININGS = [command for command in COMMANDS if command.training is not None and not re.search(r"\bwords\b|\bmode=|gsm8k_0", command.text)]
+"""The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py; a
+model of the hub needs a network."""
 
 
 def lists_missing_packages(words: list[str]) -> None:
@@ -153,8 +155,28 @@ def plays_episodes(words: list[str]) -> None:
     assert words[1] == "reward"
 
 
+def reads_the_hub(words: list[str]) -> None:
+    """A mirror of it: tests/test_hub.py. Without a network a simulation reads the configuration."""
+    assert main(["simulate", *words[2:], "simulation.steps=3"]) == 0
+
+
+def writes_a_file(words: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert main([*words[1:-1], f"{folder}/{words[-1]}"]) == 0
+
+
+def writes_a_folder(words: list[str]) -> None:
+    """Its own commands: tests/test_init.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert main([*words[1:], f"{folder}/new"]) == 0
+
+
 WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
 ELSEWHERE = {
+    "roll-lite run --config-name gsm8k_0.5b_grpo": reads_the_hub,
+    "roll-lite init gsm8k": writes_a_folder,
+    "roll-lite init environment": writes_a_folder,
+    "roll-lite data prepare gsm8k --from examples/data/gsm8k_tiny_train.jsonl --out gsm8k.jsonl": writes_a_file,
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
     "python bench/gpu.py": is_a_benchmark,

@@ -28,6 +28,7 @@ LAYERS = (
     ("observability",),
     ("config",),
     ("models",),
+    ("hub",),
     ("files",),
     ("algorithms",),
 )

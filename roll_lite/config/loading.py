@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path as FilePath
 
+from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.across import Check, check
+from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
 from roll_lite.config.compose.overrides import is_sweep
 from roll_lite.config.placement import placed
@@ -15,6 +17,7 @@ from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dott
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
 from roll_lite.files import absolute_path, is_file, is_folder, listing
+from roll_lite.hub import fetch, lacks_weights, online
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
@@ -34,12 +37,14 @@ def load_config(
     *,
     further: Sequence[Check] = (),
     files: bool = True,
+    weights: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
     """Load and check a configuration.
 
-    `name`: a file in `folder` or a shipped one. `further`: more checks. `files`: False skips reading models and data. `tell`: called with a
-    line for each shipped configuration that a user's file of the same name replaces.
+    `name`: a file in `folder` or a shipped one. `further`: more checks. `files`: False neither reads nor downloads models and data.
+    `weights`: download the weights of the hub's models, once everything else is right. `tell`: called with a line for each download, and
+    for each shipped configuration that a user's file of the same name replaces.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -47,15 +52,26 @@ def load_config(
     composed = compose(name, folder, overrides, may_be_left_out=not files)
     for line in composed.hidden:
         tell(line)
-    valid, refused = validate(composed.data, composed.broken)
+    with online(tell) if files else nullcontext():
+        valid, refused = validate(composed.data, composed.broken)
     config, unplaceable = placed(valid)
     problems = [*composed.problems, *refused, *unplaceable, *check(config, further=further, files=files)]
+    if weights and not problems and _fetch_weights(config, tell):
+        problems = check(config, files=files)
     problems = [_meant_for_a_sweep(_with_source(problem, composed.origins), overrides) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), config)
     config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
     return config
+
+
+def _fetch_weights(config: RunConfig, tell: Callable[[str], object]) -> bool:
+    """Download the missing weights of the hub's models. Returns False if there are none."""
+    missing = [folder for role in roles(config).values() if lacks_weights(folder := model_folder(config, role))]
+    for folder in missing:
+        fetch(folder, tell)
+    return bool(missing)
 
 
 def _no_such_config(name: str, folder: FilePath) -> Problem | None:

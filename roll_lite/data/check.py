@@ -16,6 +16,7 @@ from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import ChatTemplateConfig, DataConfig, DomainConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
+from roll_lite.data.presets import LeftOut, converted
 from roll_lite.data.row_values import (
     RowError,
     TagOwners,
@@ -62,12 +63,12 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
         for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
             yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
     for split, file in [(split, file) for split, files in given.items() for file in paths_of(files)]:
-        place = f"{path}.data.{split}"
+        place, preset = f"{path}.data.{split}", data.preset_of(split)
         scan = _Scan(_columns(path, domain, split), data, owners)
         try:
             shards = shards_of(file)
-            rows = _lines(shards) if shards[0].kind == "jsonl" else _table_rows(shards, scan)
-            for row in islice(rows, SCANNED_ROWS):
+            rows = _table_rows(shards, scan) if shards[0].is_table and preset is None else converted(_lines(shards), preset)
+            for row in islice(rows, SCANNED_ROWS if preset is None else TABLE_ROWS):
                 scan.check_row(row, f"{row.file.name}, {row.unit} {row.number}" if len(shards) > 1 else f"{row.unit} {row.number}")
                 if len(scan.mistakes) >= NAMED_LINES:
                     break
@@ -142,6 +143,8 @@ class _Scan:
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
+        if isinstance(content, LeftOut):
+            return
         if isinstance(content, str):
             self.mistakes.append(f"{where}, {content}" if content.startswith("character ") else f"{where}: {content}")
             return
@@ -183,14 +186,16 @@ class _Scan:
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (column, message) for wanted columns that a data file lacks. Unreadable files are skipped; they are reported elsewhere."""
-    given = [data.train, data.validation]
-    for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
+    given = {"train": data.train, "validation": data.validation}
+    read = [(path, data.preset_of(split)) for split, files in given.items() if files is not None for path in paths_of(files)]
+    for file, preset in dict.fromkeys(read):
         seen: dict[str, None] = {}
         try:
             shards = shards_of(file)
-            for shard in shards if shards[0].kind != "jsonl" else ():
+            declares = shards[0].is_table and preset is None
+            for shard in shards if declares else ():
                 seen |= dict.fromkeys(declared_columns(shard))
-            for row in islice(_lines(shards), SCANNED_ROWS) if shards[0].kind == "jsonl" else ():
+            for row in islice(converted(_lines(shards), preset), SCANNED_ROWS) if not declares else ():
                 if isinstance(row.content, dict) and (data.tag is None or str(row.content.get(data.tag)) in data.tags):
                     seen |= dict.fromkeys(row.content)
                 if set(wanted) <= seen.keys():

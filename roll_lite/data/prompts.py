@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.data.presets import LeftOut, converted
 from roll_lite.data.row_values import RowError, TagOwners, answer_of, difficulty_of, reported_value, tag_of, weight_of
 from roll_lite.data.samples import Prompt
 from roll_lite.data.sources import Row, paths_of, read_rows
@@ -157,6 +158,7 @@ class _Loader:
         """(tokens, file and row) of prompts longer than max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
+        self._preset = config.data.preset_of(split)
         self._longest = config.sampling.max_prompt_tokens
         self._template = Template(config.template, config.data.prompt, tokenizer, f"domains.{domain}.template")
         self._owners = owners
@@ -168,7 +170,7 @@ class _Loader:
     def load(self, path: Path, limit: int | None) -> None:
         chunk: list[_Read] = []
         before = len(self.prompts)
-        for row in read_rows(path):
+        for row in converted(read_rows(path), self._preset):
             try:
                 if (read := self._read(row)) is not None:
                     chunk.append(read)
@@ -185,6 +187,9 @@ class _Loader:
     def _read(self, row: Row) -> _Read | None:
         """Check a row and render its prompt; None if the row is left out. ValueError if the row is unusable."""
         content, data = row.content, self._data
+        if isinstance(content, LeftOut):
+            self.prompts.left_out[content] += 1
+            return None
         if isinstance(content, str):
             raise ValueError(content)
         if (reason := self._reason_left_out(content, row.file)) is not None:

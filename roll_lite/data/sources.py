@@ -1,4 +1,4 @@
-"""Read rows of data files in parts: JSON lines, parquet or arrow; a file or a folder."""
+"""Read rows of data files in parts: JSON lines, JSON, CSV, parquet or arrow; a file, a folder, or a data set of the hub."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from roll_lite.config.schema.domains import DataFiles
-from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, read_object
+from roll_lite.files import elsewhere, first_line, is_file, kind_of, listing, read_json, read_object
+from roll_lite.hub import HubPath, data_files, split_of
 
-FileKind = Literal["jsonl", "parquet", "arrow"]
+FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
+"""Kinds of files that are read if they are named. In folders such files are often no data."""
 ROWS_AT_ONCE = 1024
-SPLITS = {
-    "train": "train training",
-    "validation": "validation valid val dev",
-    "test": "test testing eval evaluation",
-    "held-out": "heldout holdout",
-}
-"""Words in file names that tell the split, as usual on Hugging Face."""
-_SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -33,6 +28,11 @@ class Shard(NamedTuple):
     @property
     def unit(self) -> str:
         return "line" if self.kind == "jsonl" else "row"
+
+    @property
+    def is_table(self) -> bool:
+        """True if the file declares its columns."""
+        return self.kind in ("parquet", "arrow")
 
 
 class Row(NamedTuple):
@@ -59,6 +59,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 def shards_of(path: Path) -> list[Shard]:
     """The data file or, for a folder, its data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files
     of one kind and one split. ValueError for anything else."""
+    if isinstance(path, HubPath):
+        return [_file(file) for file in data_files(path)]
     found = kind_of(path)
     if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
@@ -68,10 +70,10 @@ def shards_of(path: Path) -> list[Shard]:
 
 
 def _file(path: Path) -> Shard:
-    if path.suffix not in KINDS:
-        hint = "; write it with one row per line as .jsonl" if path.suffix in (".json", ".csv", ".tsv", ".txt") else ""
-        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(KINDS)} and folders with such files{hint}")
-    return Shard(path, KINDS[path.suffix])
+    if path.suffix not in FILE_KINDS:
+        hint = "; write it with one row per line as .jsonl" if path.suffix in (".tsv", ".txt") else ""
+        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(FILE_KINDS)} and folders{hint}")
+    return Shard(path, FILE_KINDS[path.suffix])
 
 
 def _folder(folder: Path) -> list[Shard]:
@@ -94,7 +96,7 @@ def _folder(folder: Path) -> list[Shard]:
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
     """Refuse files of several splits, since held-out rows must not be trained on. If no name tells a split, names may differ only in digits
     and punctuation."""
-    by_split = {_split(name): name for name in names}
+    by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
         raise ValueError(f"{folder} holds files of several splits: {named}; name one file, or list the files that belong together")
@@ -102,12 +104,6 @@ def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
     if not any(by_split) and len(series) > 1:
         shown = " and ".join(list(series.values())[:2])
         raise ValueError(f"{folder}: the names {shown} do not say whether the files are of one split; list those that are meant")
-
-
-def _split(name: str) -> str:
-    """Splits named in a file name, joined by "+"; empty if none."""
-    words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
-    return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def _saved(folder: Path) -> list[Shard]:
@@ -140,11 +136,22 @@ def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = Non
     """Rows of a file. `index`: index of the file in its folder. `columns`: columns to read of a table (None: all); JSON lines are always
     read whole."""
     try:
-        contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
+        contents = _table(shard, columns) if shard.kind not in ("jsonl", "json") else _json_rows(shard)
         for number, content in contents:
             yield Row(index, shard.path, shard.unit, number, content)
     except OSError as error:
         raise ValueError(f"{error.filename or shard.path} cannot be read: {error.strerror or error}") from error
+
+
+def _json_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Rows of JSON lines, or of a .json file with a list of objects."""
+    with shard.path.open("rb") as file:
+        is_list = shard.kind == "json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+    if not is_list:
+        yield from _json_lines(shard.path)
+        return
+    for number, row in enumerate(read_json(shard.path), start=1):
+        yield number, row if isinstance(row, dict) else f"must be a JSON object with one entry per column, got {row!r:.80}"
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -209,8 +216,12 @@ def _table(shard: Shard, columns: Sequence[str] | None) -> Iterator[tuple[int, d
 
 
 def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
+    if shard.kind == "csv":
+        quoted = csv.ParseOptions(newlines_in_values=True)
+        yield from csv.read_csv(shard.path, parse_options=quoted).to_batches(ROWS_AT_ONCE)
+        return
     if shard.kind == "parquet":
         with parquet.ParquetFile(shard.path, memory_map=True) as file:
             yield from file.iter_batches(ROWS_AT_ONCE, columns=columns)

@@ -17,7 +17,7 @@ from typing import Any
 from roll_lite.config.arithmetic import roles, trains, uses_reference
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import ReferenceRoleConfig
+from roll_lite.config.schema.models import ModelConfig, ReferenceRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import (
     FileRecord,
@@ -305,7 +305,7 @@ def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[st
     was = None
     if had is not None and had.get("refresh") is not None:
         was = "a reference that follows the actor (reference.refresh)"
-    elif had is not None and made is not None and config.actor_train.lora is None and Path(made["path"]).resolve() != now:
-        was = made["path"]
+    elif had is not None and made is not None and config.actor_train.lora is None:
+        was = made["path"] if ModelConfig(path=made["path"]).path.resolve() != now else None
     if was is not None:
         yield f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"

@@ -19,6 +19,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
+from roll_lite.hub import fetch
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
@@ -49,6 +50,7 @@ class Reader:
             here = Path(__file__).parents[1]
             own = {str(path.relative_to(here)): path for path in here.rglob("*.py")}
             return {name: fingerprint(path) for name, path in own.items() if not name.startswith("examples/")}
+        fetch(self.folder)
         if not self.folder.is_dir():
             return {}
         return {path.name: fingerprint(path) for path in self.folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file()}
@@ -72,7 +74,8 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
     if not others:
         return []
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    views = looked_at(run_folder.resolve(), readers(config), driver, others, addresses, config.checkpoint.store)
+    read = {node: [one for one in readers(config) if any(node in nodes.get(role, ()) for role in one.roles)] for node in others}
+    views = looked_at(run_folder.resolve(), {**read, driver: readers(config)}, driver, addresses, config.checkpoint.store)
     by_address = {addresses[node]: view for node, view in views.items()}
     placed = {role: {addresses[node] for node in found} for role, found in nodes.items()}
     problems = list(differences(by_address, placed, addresses[driver]))
@@ -121,26 +124,27 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def looked_at(
-    run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str], store: str | None
+    run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """View of each node, by id, including the driver's. The driver leaves a file in the run's folder; nodes that share the folder answer
-    with a file beside it."""
+    """View of each node, by id, including the driver's. `read`: folders that each node reads, where models of the hub are downloaded. The
+    driver leaves a file in the run's folder; nodes that share the folder answer with a file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
     asked = {
         node: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            probe, node, read, store
+            probe, node, read[node], store
         )
-        for node in sorted(others)
+        for node in sorted(read.keys() - {driver})
     }
-    views = {driver: view_of(probe, driver, read, None)}
+    views = {driver: view_of(probe, driver, read[driver], None)}
     try:
         for node, reference in asked.items():
             try:
                 view = ray.get(reference)
             except RayError as error:
-                raise RuntimeError(f"node {addresses[node]} cannot be looked at: {first_line(error)}") from error
+                reason = first_line(getattr(error, "cause", error))
+                raise RuntimeError(f"node {addresses[node]} cannot be looked at: {reason}") from error
             seen = view.apart or Path(f"{probe}-{node}").exists()
             views[node] = view if seen else replace(view, apart="another folder has this path")
     finally:

@@ -36,7 +36,7 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
     Effect.REFUSED: ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets"),
     Effect.START_ONLY: ("model.path", "critic.path", "critic.init", "actor_train.lora.path"),
     Effect.SAME_COUNT: (
-        *(f"domains.*.data.{name}" for name in ("train", "tag", "tags", "filter", "prompt", "answer")),
+        *(f"domains.*.data.{name}" for name in ("preset", "train", "tag", "tags", "filter", "prompt", "answer")),
         *("domains.*.template", "domains.*.sampling.max_prompt_tokens", "algorithm.ptx.data"),
     ),
     Effect.COUNTED_ANEW: ("domains.*.share",),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class EnvironmentWorker:
 
     _player: Player
 
-    def __init__(self, model: str, domain: DomainConfig, name: str) -> None:
+    def __init__(self, model: Path, domain: DomainConfig, name: str) -> None:
         self._model = model
         self._domain = domain
         self._name = name
@@ -81,7 +82,7 @@ class PooledEnvironment(ActorMember):
     note: str | None = None
     canned_ids: Sequence[int] = ()
 
-    def __init__(self, model: str, domain: DomainConfig, name: str) -> None:
+    def __init__(self, model: Path, domain: DomainConfig, name: str) -> None:
         super().__init__(f"environment {name}", EnvironmentWorker, model, domain, name)
         self.running: dict[int, _Running] = {}
         self._orders: list[Begin | Answer | Cancel] = []
@@ -108,7 +109,7 @@ class PooledEnvironment(ActorMember):
 class EnvironmentPool:
     """Plays the episodes of one domain, each in the worker with the fewest. A lost worker is replaced; its episodes start again."""
 
-    def __init__(self, name: str, domain: DomainConfig, model: str, limited: bool = True) -> None:
+    def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
         """`limited`: episodes wait for one of `parallel` places. In deterministic runs they must not, since requests are sent only when all
         samples wait for a response."""
         assert domain.environment is not None

@@ -162,7 +162,7 @@ class RolloutWorker(AsyncWorker):
         models = self._spec.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
-        path = str(self._spec.model.path)
+        path = self._spec.model.path
         self._environments = {
             name: EnvironmentPool(name, domain, path, limited=not self._spec.deterministic)
             for name, domain in self._spec.domains.items()

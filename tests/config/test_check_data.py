@@ -159,14 +159,14 @@ def test_held_out_prompts_need_neither_weight_nor_difficulty(project: Project) -
 @pytest.mark.parametrize(
     ("file", "fragment"),
     [
-        ("rows.csv", "unknown suffix '.csv'; known are .jsonl, .parquet, .arrow and folders with such files"),
+        ("rows.tsv", "unknown suffix '.tsv'; known are .jsonl, .parquet, .arrow, .csv, .json and folders"),
         ("damaged.parquet", "cannot be read as parquet"),
         ("folder", "folder holds no .jsonl, .parquet, .arrow file"),
         ("gone.parquet", "no such file"),
     ],
 )
 def test_files_that_cannot_be_read(project: Project, file: str, fragment: str) -> None:
-    for name in ("rows.csv", "damaged.parquet", "folder/readme.txt"):
+    for name in ("rows.tsv", "damaged.parquet", "folder/readme.txt"):
         project.write(name, "prompt,answer\n1,2\n")
     ((path, message),) = told(project, copy(f"train: {file}"))
     assert path == f"{COPY}.train" and fragment in message

@@ -49,6 +49,23 @@ def contents(path: Path) -> list[Any]:
     return [row.content for row in read_rows(path)]
 
 
+def test_files_that_are_read_if_they_are_named(tmp_path: Path) -> None:
+    """A list in a .json file, or JSON lines, as many data sets on the hub name them; CSV with line breaks in quotes."""
+    (tmp_path / "list.json").write_text(" \n" + json.dumps(ROWS))
+    as_jsonl(tmp_path / "lines.json")
+    (tmp_path / "rows.csv").write_text('prompt,answer,level\none,1,0.1\n"a\nb","say ""c""",0.5\n')
+    assert contents(tmp_path / "list.json") == contents(tmp_path / "lines.json") == ROWS
+    assert contents(tmp_path / "rows.csv")[1] == {"prompt": "a\nb", "answer": 'say "c"', "level": 0.5}
+    (tmp_path / "mixed.json").write_text('[{"prompt": "a"}, 3]')
+    assert contents(tmp_path / "mixed.json")[1] == "must be a JSON object with one entry per column, got 3"
+    (tmp_path / "broken.json").write_text("[{]")
+    assert "is not valid JSON" in refusal(tmp_path / "broken.json")
+    (tmp_path / "broken.csv").write_text("a,b\n1,2,3\n")
+    assert "cannot be read as csv: CSV parse error" in refusal(tmp_path / "broken.csv")
+    shutil.copy(tmp_path / "list.json", tmp_path / "empty.json")
+    assert "holds no .jsonl, .parquet, .arrow file" in refusal(tmp_path), "in a folder they may be anything"
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 1024])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "ROWS_AT_ONCE", at_once)
@@ -81,7 +98,7 @@ def refusal(path: Path) -> str:
 
 
 def test_what_is_no_data_is_refused_with_what_would_be(tmp_path: Path) -> None:
-    assert "unknown suffix '.csv'; known are .jsonl, .parquet, .arrow and folders" in refusal(as_jsonl(tmp_path / "rows.csv"))
+    assert "unknown suffix '.tsv'; known are .jsonl, .parquet, .arrow, .csv, .json and folders;" in refusal(as_jsonl(tmp_path / "rows.tsv"))
     assert "no such file" in refusal(tmp_path / "gone.parquet")
     (tmp_path / "empty" / "data").mkdir(parents=True)
     assert "holds no .jsonl, .parquet, .arrow file" in refusal(tmp_path / "empty")

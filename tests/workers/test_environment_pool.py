@@ -32,7 +32,7 @@ def domain(function: str, **settings: Any) -> DomainConfig:
 
 @asynccontextmanager
 async def pool(function: str, **settings: Any) -> AsyncIterator[EnvironmentPool]:
-    environments = EnvironmentPool("toy", domain(function, **settings), str(TOKENIZER.name_or_path))
+    environments = EnvironmentPool("toy", domain(function, **settings), Path(TOKENIZER.name_or_path))
     await environments.start()
     try:
         yield environments

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.hub import lacks_weights
 from roll_lite.models.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
 from roll_lite.models.hf_fields import HEADS, POLICY_HEADS
 from roll_lite.models.model_files import (
@@ -57,6 +58,8 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
     """Describe what is wrong with a model's safetensors; None if nothing is. With `hf`, checks all names and shapes; without it, only that
     the value head exists, if `head` names it."""
+    if lacks_weights(folder):  # checked once they are downloaded
+        return None
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
         return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"

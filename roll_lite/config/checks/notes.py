@@ -25,6 +25,7 @@ from roll_lite.config.schema.models import (
     TrainRoleConfig,
 )
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.hub import lacks_weights, written
 from roll_lite.models.hf_config import read_hf_config, read_model_shape
 from roll_lite.models.model_files import weight_shapes
 
@@ -128,6 +129,11 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     return [f"{note}, and this machine has {there:.0f} GiB; use offload: false or more devices, or fewer data-parallel copies"]
 
 
+def hub_notes(config: RunConfig) -> list[str]:
+    missing = {folder: name for name, role in roles(config).items() if lacks_weights(folder := model_folder(config, role))}
+    return [f"{name}: the weights of {written(folder)} are downloaded, and checked, when a run starts" for folder, name in missing.items()]
+
+
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
     """Collect all notes. `further`: functions of other packages that return notes."""
     notes_of_parts = (
@@ -140,6 +146,7 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         reference_notes,
         engine_notes,
         plain_secrets,
+        hub_notes,
         *further,
     )
     found: list[str] = []

@@ -10,6 +10,7 @@ from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.config.schema.models import JudgeServerConfig, MegatronStrategyConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.hub import lacks_weights
 from roll_lite.models.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
 from roll_lite.models.model_files import TOKENIZER_FILES, VALUE_HEAD, has_tokenizer, stored_tensors, wrong_settings
 
@@ -48,7 +49,7 @@ def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mista
     folder, place = model.path, f"{path}.path"
     try:
         raw = read_config(folder)
-        stored = stored_tensors(folder)
+        stored = {} if (later := lacks_weights(folder)) else stored_tensors(folder)
     except ValueError as error:
         yield place, str(error)
         return
@@ -67,7 +68,7 @@ def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mista
         yield place, f"it has {labels} labels; a reward model has one output (num_labels 1)"
     elif head and head[0] != 1:
         yield place, f"its {VALUE_HEAD} has the shape {head}; a reward model has one output"
-    elif not head and isinstance(model.strategy, MegatronStrategyConfig):
+    elif not head and not later and isinstance(model.strategy, MegatronStrategyConfig):
         yield place, f"its safetensors have no {VALUE_HEAD}, the head that Megatron needs; use strategy.name: hf"
     if not has_tokenizer(folder):
         yield place, f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
@@ -91,7 +92,8 @@ def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
 def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> Mistakes:
     try:
         read_config(judge.path)
-        stored_tensors(judge.path)
+        if not lacks_weights(judge.path):
+            stored_tensors(judge.path)
         wrong_settings(judge.path)
         if not has_tokenizer(judge.path):
             raise ValueError(f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})")

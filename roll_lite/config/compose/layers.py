@@ -20,6 +20,7 @@ from omegaconf.resolvers import oc
 from roll_lite.config.compose.merging import merge, spell_out
 from roll_lite.config.compose.overrides import Override, apply_override, names_first, parse_override
 from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
+from roll_lite.config.presets import expanded
 from roll_lite.config.problems import LEFT_OUT, NO_VALUE, Missing, Path, Problem, close_names, did_you_mean, dotted
 from roll_lite.config.validation import words_at
 from roll_lite.files import CONFIGS, first_line, is_file, read_text
@@ -154,8 +155,23 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
     for override in names_first([one for one in parsed if isinstance(one, Override)]):
         composer.problems += apply_override(tree, override)
         _written_on_the_command_line(composer.origins, override.path)
+    _add_presets(tree, composer)
     data = _resolve(OmegaConf.create(tree), (), composer)
     return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets, composer.hidden)
+
+
+def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
+    """Fill in the settings of domains whose data is a preset."""
+    domains: Any = tree.get("domains")
+    for name, domain in domains.items() if isinstance(domains, dict) else ():
+        data = domain.get("data") if isinstance(domain, dict) else None
+        if isinstance(data, dict) and data.get("preset") is not None:
+            path = ("domains", name)
+            try:
+                domains[name] = expanded(domain, path)
+            except ValueError as error:
+                composer.refuse(dotted((*path, "data", "preset")), str(error), data["preset"], (*path, "data"))
+                composer.broken.add((*path, "reward"))  # is not missing
 
 
 def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.schema.base import ASCENDING, DataPath, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, rule
 from roll_lite.config.schema.domains import DataConfig, DomainConfig, PlainTemplateConfig, RewardConfig, SamplingConfig, TemplateConfig
 from roll_lite.config.schema.losses import (
     AdvantageConfig,
@@ -137,8 +137,8 @@ class MasksConfig(Section):
 
 
 class PtxDataConfig(Section):
-    train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """Files as for a domain: .jsonl, .parquet, a folder, or a list of these, read one after the other."""
+    train: DataPath | Annotated[list[DataPath], Field(min_length=1)]
+    """Files as for a domain: .jsonl, .parquet, a folder, hf://..., or a list of these, read one after the other."""
     prompt: str = "prompt"
     """Column with the prompt (a string or chat messages) or, if `answer` is null, with the text to learn."""
     answer: str | None = "answer"

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer
+from pydantic_core import PydanticSerializationUnexpectedValue
 
 from roll_lite.files import absolute_path, kind_of
+from roll_lite.hub import located, written
 
 T = TypeVar("T")
 
@@ -49,6 +51,19 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 TimeLimit = Annotated[float, Field(ge=0)] | None
 PositiveFloat = Annotated[float, Field(gt=0)]
 UserPath = Annotated[Path, AfterValidator(from_current_folder)]
+
+
+def _as_written(path: Any) -> str:
+    if not isinstance(path, Path):  # of a union, another member
+        raise PydanticSerializationUnexpectedValue("no path")
+    return written(path)
+
+
+_AS_WRITTEN = PlainSerializer(_as_written, when_used="json")
+ModelFolder = Annotated[Path, AfterValidator(lambda path: located(path, "model") or from_current_folder(path)), _AS_WRITTEN]
+"""Folder, or name of a model on the hub."""
+DataPath = Annotated[Path, AfterValidator(lambda path: located(path, "dataset") or from_current_folder(path)), _AS_WRITTEN]
+"""File, folder, or name of a data set on the hub (hf://...)."""
 
 
 class Refused(Exception):

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
-from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.schema.base import (
+    ASCENDING,
+    DataPath,
+    Mistakes,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UserPath,
+    rule,
+)
 from roll_lite.config.schema.environments import EnvironmentConfig, ToolsEnvironmentConfig
 from roll_lite.config.text_templates import compile_format, placeholders
 
@@ -28,13 +38,19 @@ class DataFilterConfig(Section):
             yield "difficulty_range", "of which column? Name it with `difficulty`"
 
 
-DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotated[dict[UserPath, PositiveFloat], Field(min_length=1)]
+DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotated[dict[DataPath, PositiveFloat], Field(min_length=1)]
 
 
 class DataConfig(Section):
+    preset: str | None = None
+    """Public data set whose rows train, and whose settings the domain has where it sets none itself: `roll-lite data list` (docs/data.md).
+    Your own `train` and `validation` then have the data set's columns. null: rows are read as they are."""
+    validation_preset: str | None = None
+    """Preset of `validation`, if it is another one."""
     train: DataFiles
-    """Training prompts: a .jsonl or .parquet file, or a folder of Hugging Face `datasets`. The files of a list are read in order. A mapping
-    of paths to shares mixes the files: each supplies its share of the prompts, however few rows it has."""
+    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or a data set of the hub:
+    hf://owner/name/configuration?split=train (docs/data.md). The files of a list are read in order. A mapping of paths to shares mixes the
+    files: each supplies its share of the prompts, however few rows it has."""
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
@@ -54,6 +70,9 @@ class DataConfig(Section):
     prompts left, the run ends with an error. null: unlimited."""
     report_by: str | None = None
     """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
+
+    def preset_of(self, split: str) -> str | None:
+        return self.preset if split == "train" else self.validation_preset or self.preset
 
 
 def _shows_the_prompt(text: str) -> str:

@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
-from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below, rule
+from roll_lite.config.schema.base import Mistakes, ModelFolder, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below, rule
 
 # ---------------------------------------------------------------- model and optimisation
 
 
 class ModelConfig(Section):
-    path: UserPath
-    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer)."""
+    path: ModelFolder
+    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer), or its name on the hub: owner/name or
+    hf://owner/name?revision=... (docs/data.md)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights in training and inference. Use float32 on CPUs, bfloat16 on GPUs."""
 
@@ -326,8 +327,8 @@ class CriticRoleConfig(TrainRoleConfig):
     init: Literal["actor", "reward_model", "path"] = "actor"
     """Initial weights. actor: the actor's model with a new value head. reward_model: a reward model with its head. path: a value model
     exported by roll_lite."""
-    path: UserPath | None = None
-    """Model folder, for `init: reward_model` and `init: path`."""
+    path: ModelFolder | None = None
+    """Model folder, or name on the hub, for `init: reward_model` and `init: path`."""
 
 
 class InferRoleConfig(Section):
@@ -354,8 +355,8 @@ class InferRoleConfig(Section):
 class RewardModelConfig(Section):
     """Sequence-classification model with one output, for rewards of type `model`."""
 
-    path: UserPath
-    """Folder of a ForSequenceClassification model with one label, and its tokenizer, in Hugging Face format."""
+    path: ModelFolder
+    """Folder, or name on the hub, of a ForSequenceClassification model with one label, and its tokenizer, in Hugging Face format."""
     devices: Devices = 1
     """Number of devices, or a list of devices. With hf each holds a copy of the model."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
@@ -378,8 +379,8 @@ class RewardModelConfig(Section):
 class JudgeServerConfig(Section):
     """Judge model in vLLM's OpenAI-compatible server, which starts with the run. Rewards of type `judge` name it."""
 
-    path: UserPath
-    """Folder of the model in Hugging Face format."""
+    path: ModelFolder
+    """Folder of the model in Hugging Face format, or its name on the hub."""
     devices: Devices = 1
     """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel servers."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)

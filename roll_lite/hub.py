@@ -1,0 +1,302 @@
+"""Names of the Hugging Face hub in place of model folders and data files.
+
+While the driver loads a configuration (`online`), a name is resolved to a commit, once, and missing files are downloaded. From then on it
+is a path in this node's cache. Another node finds it in its own cache (`HubPath`)."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path, PosixPath, PurePosixPath
+from threading import Event, Thread
+from typing import Any, Literal, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote
+
+from roll_lite.files import absolute_path, first_line, kind_of, read_object
+
+Kind = Literal["model", "dataset"]
+Tell = Callable[[str], object]
+
+SCHEME = "hf:/"
+"""Beginning of a name. A path drops the second slash of hf://."""
+MODEL_FILES = (".json", ".txt", ".model", ".jinja")
+"""Suffixes of a model's configuration and tokenizer files."""
+WEIGHTS = "model*.safetensors"
+DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
+"""Suffixes of data files. If a data set has several kinds, the first is read."""
+NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
+PROGRESS_S = 10.0
+SPLITS = {
+    "train": "train training",
+    "validation": "validation valid val dev",
+    "test": "test testing eval evaluation",
+    "held-out": "heldout holdout",
+}
+"""Words in file names that tell the split, as usual on Hugging Face."""
+_SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
+_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([^?]+))?(?:\?(.*))?")
+_BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(\?revision=.+)?")
+_CACHED = re.compile(r"(model|dataset)s--([\w.-]+)--([\w.-]+)/snapshots/([^/?]+)(?:/(.+))?$")
+_tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
+
+
+class HubPath(PosixPath):
+    """Path in this node's cache of the hub: a model's folder, or `[configuration]?split=...` of a data set. It is pickled as name and
+    commit. The node that receives it finds it in its own cache, or downloads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found = _CACHED.search(str(self))
+        return (_arrived, found.groups()) if found else (PosixPath, self.parts)
+
+
+def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -> HubPath:
+    snapshot = _Repository(kind, f"{owner}/{name}").snapshot(commit)
+    path = HubPath(snapshot / rest if rest else snapshot)
+    if kind == "model" and not snapshot.is_dir():  # a node that joined the run
+        fetch(path)
+    return path
+
+
+@contextmanager
+def online(tell: Tell) -> Iterator[None]:
+    """Inside the block, `located` resolves names and downloads a model's configuration and tokenizer, and data. `tell`: takes lines about
+    downloads."""
+    token = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(token)
+
+
+def located(path: Path, kind: Kind) -> HubPath | None:
+    """Path in this node's cache for a name of the hub; None for a path of this machine. Models may be named without hf://, unless the path
+    exists or its first folder does. ValueError, inside `online`, if the name cannot be resolved or downloaded."""
+    text = str(path)
+    if text.startswith(SCHEME):
+        return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
+    if kind != "model" or _BARE.fullmatch(text) is None or path.parent.is_dir() or kind_of(absolute_path(path)) is not None:
+        return None
+    try:
+        return _located(text, kind)
+    except ValueError as error:
+        raise ValueError(f"no such folder: {absolute_path(path)}. It looks like a name of the hub, but {error}") from error
+
+
+def _located(text: str, kind: Kind) -> HubPath:
+    found = _NAME.fullmatch(text)
+    if found is None:
+        raise ValueError("it is no name of the hub; write hf://owner/name")
+    name, part, query = found.groups(default="")
+    settings = dict(parse_qsl(query, keep_blank_values=True))
+    revision, split = settings.pop("revision", ""), settings.pop("split", "")
+    if settings or (kind == "model" and (part or split)):
+        known = "?split=..., ?revision=... and a configuration or file" if kind == "dataset" else "?revision=..."
+        raise ValueError(f"behind the name of a {kind} may stand {known}; write hf://{name}")
+    rest = f"{part}?split={split}" if split else part
+    tell, repository = _tell.get(), _Repository(kind, name)
+    commit = quote(revision or "main", safe="") if tell is None else _pinned(repository, revision, rest, tell)
+    snapshot = repository.snapshot(commit)
+    return HubPath(snapshot / rest if rest else snapshot)
+
+
+@cache
+def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> str:
+    """Resolve a revision to its commit, and download what checks read."""
+    commit = repository.commit(revision)
+    repository.download(commit, rest, tell, weights=False)
+    return commit
+
+
+def _to_stderr(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
+    kind, owner, name, commit, rest = found.groups(default="")
+    return _Repository("model" if kind == "model" else "dataset", f"{owner}/{name}").download(commit, rest, tell)
+
+
+def fetch(path: Path, tell: Tell = _to_stderr) -> None:
+    """Download what is missing of a model, weights included. Paths outside the hub's cache are left alone."""
+    if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
+        _download(found, tell)
+
+
+def written(path: Path) -> str:
+    """Path as configurations have it: name and commit if it is in the hub's cache."""
+    found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
+    if found is None:
+        return str(path)
+    _, owner, name, commit, rest = found.groups(default="")
+    part, _, split = rest.partition("?")
+    settings = "&".join(one for one in (split, f"revision={unquote(commit)}") if one)
+    return f"hf://{owner}/{name}{f'/{part}' if part else ''}?{settings}"
+
+
+def lacks_weights(folder: Path) -> bool:
+    """True for a model of the hub whose weights are not all downloaded yet."""
+    if not isinstance(folder, HubPath):
+        return False
+    index = folder / "model.safetensors.index.json"
+    names = read_object(index).get("weight_map", {}).values() if index.is_file() else ["model.safetensors"]
+    return not all((folder / name).is_file() for name in set(names))
+
+
+def data_files(path: HubPath) -> list[Path]:
+    """Files of a data set's split in this node's cache. What is missing is downloaded."""
+    found = _CACHED.search(str(path))
+    assert found is not None, path
+    return _download(found)
+
+
+# ---------------------------------------------------------------- downloads
+
+
+class _Repository(NamedTuple):
+    kind: Kind
+    name: str
+
+    def snapshot(self, commit: str) -> Path:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(HF_HUB_CACHE).absolute() / f"{self.kind}s--{self.name.replace('/', '--')}" / "snapshots" / commit
+
+    def commit(self, revision: str) -> str:
+        from huggingface_hub import HfApi
+
+        with self._explained(revision):
+            return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
+
+    def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
+        """Download what is missing of a model, or of a data set's split; returns the files."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        with self._explained(commit):
+            sizes = self._sizes(commit)
+        names = _of_model(sizes, weights) if self.kind == "model" else chosen(list(sizes), rest)
+        files = [self.snapshot(commit) / name for name in names]
+        missing = [name for name, file in zip(names, files, strict=True) if not file.is_file()]
+        if not missing:
+            return files
+        total = sum(sizes[name] for name in missing) / 1e6
+        count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
+        tell(f"downloading {self.name} ({commit[:7]}) of the hub: {count}, {total:,.1f} MB, to {self.snapshot(commit)}")
+        disable_progress_bars()  # lines are legible in logs, too
+        with self._explained(commit), _progress(self.snapshot(commit).parents[1] / "blobs", total, tell):
+            snapshot_download(self.name, repo_type=self.kind, revision=commit, allow_patterns=names)
+        return files
+
+    def _sizes(self, commit: str) -> dict[str, int]:
+        """Sizes of the commit's files by name."""
+        from huggingface_hub import HfApi, get_cached_repo_tree
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+        from huggingface_hub.hf_api import RepoFile
+
+        try:
+            files: Any = get_cached_repo_tree(self.name, repo_type=self.kind, revision=commit)
+        except CachedRepoTreeNotFoundError:
+            files = HfApi().list_repo_tree(self.name, repo_type=self.kind, revision=commit, recursive=True)
+        return {file.path: file.size for file in files if isinstance(file, RepoFile)}
+
+    @contextmanager
+    def _explained(self, revision: str) -> Iterator[None]:
+        """Turn errors of the hub's client into ValueErrors with a remedy."""
+        from huggingface_hub import constants, errors
+
+        what, there = f"the {self.kind} {self.name}", constants.ENDPOINT
+        absent = f"is not in the cache {constants.HF_HUB_CACHE}"
+        try:
+            yield
+        except errors.GatedRepoError as error:
+            page = f"{there}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
+            raise ValueError(f"{what} is gated: accept its terms at {page}, and set HF_TOKEN to a token of that account") from error
+        except errors.RepositoryNotFoundError as error:
+            raise ValueError(
+                f"{there} has no {self.kind} {self.name}, or it is private: check the spelling, or set HF_TOKEN to a token that may read it"
+            ) from error
+        except errors.RevisionNotFoundError as error:
+            raise ValueError(f"{what} has no revision {revision!r}; name a branch, a tag or a whole commit hash") from error
+        except Exception as error:  # of the client, of the network, of the disk
+            if isinstance(error, OSError) and error.filename is not None:
+                raise ValueError(f"{error.filename} cannot be written: {error.strerror}; HF_HOME names the cache") from error
+            if constants.HF_HUB_OFFLINE:
+                raise ValueError(f"{what} {absent}, and HF_HUB_OFFLINE forbids to download it") from error
+            reason = first_line(error.__cause__ or error)
+            remedy = "check the network, HF_ENDPOINT and proxies, or copy the cache of a machine that has it"
+            raise ValueError(f"{what} {absent}, and {there} cannot be reached ({reason}): {remedy}") from error
+
+
+@contextmanager
+def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
+    """Tell every ten seconds how many MB were downloaded."""
+
+    def size() -> float:
+        with suppress(OSError):  # a file may be renamed meanwhile
+            return sum(file.stat().st_size for file in blobs.iterdir()) / 1e6
+        return 0.0
+
+    def watch() -> None:
+        while not done.wait(PROGRESS_S):
+            tell(f"  {max(size() - before, 0.0):,.0f} of {total:,.0f} MB")
+
+    before, done = size(), Event()
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+# ---------------------------------------------------------------- choice of files
+
+
+def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
+    """Files of a model in Hugging Face format, without copies of its weights in other formats."""
+    if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
+        others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
+        raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
+    return [name for name in sizes if "/" not in name and (name.endswith(MODEL_FILES) or (weights and fnmatchcase(name, WEIGHTS)))]
+
+
+def split_of(name: str) -> str:
+    """Splits that a file's name tells, joined by "+"; empty if none."""
+    words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
+    return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
+
+
+def chosen(names: Sequence[str], rest: str) -> list[str]:
+    """Data files of a repository that `[configuration or file]?split=...` names, in order. A configuration is a folder; files may lie in
+    data/ and folders of splits, too. ValueError lists what there is."""
+    wanted, _, query = rest.partition("?")
+    files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
+    if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):
+        return exact
+    configurations: dict[str, list[PurePosixPath]] = {}
+    for file in files:
+        folders = [one for one in file.parts[:-1] if one != "data" and one not in _SPLIT_OF]
+        configurations.setdefault("/".join(folders) or "default", []).append(file)
+    found = configurations.get(wanted or "default", [])
+    if not wanted and len(configurations) == 1:
+        found = files
+    if not found:
+        listed = ", ".join(configurations) or "none with " + ", ".join(DATA_FILES)
+        raise ValueError(f"it has {'no' if wanted else 'several'} configuration{f' or file {wanted!r}' if wanted else 's'}: {listed}")
+    found = next(same for suffix in DATA_FILES if (same := [file for file in found if file.suffix == suffix]))
+    splits: dict[str, list[str]] = {}
+    for file in found:
+        stem = re.sub(r"[-_.]?\d+(-of-\d+(-[0-9a-f]{16})?)?$", "", file.stem)
+        own = stem if split_of(stem) else split_of(str(file)) or "train"  # as on the hub: a file without a split is for training
+        splits.setdefault(own, []).append(str(file))
+    split = query.removeprefix("split=")
+    matching = [own for own in splits if split in (own, "") or (split_of(split) == split_of(own) != "" and split not in splits)]
+    if len(matching) != 1:
+        raise ValueError(f"it has {f'no split {split!r}' if split else 'several splits'}; there are {', '.join(splits)}: add ?split=...")
+    return splits[matching[0]]

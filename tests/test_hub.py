@@ -1,0 +1,310 @@
+"""Names of the hub, with the real client against a mirror on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import yaml
+from pyarrow import parquet
+from support_hub import ROOT, TOKEN, Mirror, mirror, python
+
+from roll_lite.config.schema.domains import DataConfig
+from roll_lite.config.schema.models import ModelConfig
+from roll_lite.hub import HubPath, chosen, located
+
+PROJECT = """
+defaults: [tiny_base, _self_]
+model: {path: %s}
+steps: 1
+domains:
+  add: null
+  make: null
+  repeat: null
+  word_problems:
+    data: {train: "hf://acme/problems/main?split=train", validation: "hf://acme/problems?split=test", prompt: question}
+    template: chat
+    sampling: {max_prompt_tokens: 100, max_tokens: 12}
+    reward: {name: math}
+"""
+
+
+def problems(folder: Path, *files: str) -> Path:
+    for name in files:
+        rows = [{"question": f"{name} {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(8)]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pa.Table.from_pylist(rows), folder / name)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Mirror]:
+    model = shutil.copytree(ROOT / "examples/models/tiny_chat", tmp_path / "on_the_hub/model")
+    (model / "pytorch_model.bin").write_bytes(b"the same weights once more")
+    (model / "original").mkdir()
+    (model / "original/params.json").write_text("{}")
+    data = problems(tmp_path / "on_the_hub/data", "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet")
+    (data / "README.md").write_text("# Problems")
+    with mirror() as served:
+        served.add("models/acme/tiny", model)
+        served.add("datasets/acme/problems", data, "b" * 40)
+        yield served
+
+
+def check(hub: Mirror, folder: Path, text: str, *overrides: str, home: str = "home", **variables: str) -> tuple[int, str, str]:
+    (folder / "project.yaml").write_text(text)
+    command = ["-m", "roll_lite.cli", "check", "--config-name", "project", *overrides]
+    done = python(*command, home=folder / home, endpoint=hub.url, folder=folder, **variables)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_names_are_pinned_and_only_what_a_check_reads_is_downloaded(hub: Mirror, tmp_path: Path) -> None:
+    code, resolved, told = check(hub, tmp_path, PROJECT % "acme/tiny")
+    assert code == 0, told
+    settings = yaml.safe_load(resolved)
+    assert settings["model"]["path"] == f"hf://acme/tiny?revision={'a' * 40}"
+    data = settings["domains"]["word_problems"]["data"]
+    assert data["train"] == f"hf://acme/problems/main?split=train&revision={'b' * 40}"
+    assert data["validation"] == f"hf://acme/problems?split=test&revision={'b' * 40}"
+    assert (
+        "downloading acme/tiny (aaaaaaa) of the hub: 5 files" in told and "downloading acme/problems (bbbbbbb) of the hub: 1 file," in told
+    )
+    assert f"the weights of hf://acme/tiny?revision={'a' * 40} are downloaded, and checked, when a run starts" in told
+    model = ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert hub.downloaded() == sorted([*model, "main/test-00000-of-00001.parquet", "main/train-00000-of-00001.parquet"])
+    # Later the branch has moved on, and there is no network: what was written down still is what it was.
+    hub.repositories.clear()
+    hub.requests.clear()
+    assert check(hub, tmp_path, resolved, HF_HUB_OFFLINE="1")[:2] == (0, resolved)
+    done = python("-c", RESOLVE, "acme/tiny", home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, HF_HUB_OFFLINE="1")
+    assert settings["model"]["path"] in done.stdout, "the last commit of a name, too"
+    assert hub.requests == []
+
+
+RESOLVE = """
+import json, sys
+from roll_lite.config.schema.models import ModelConfig
+from roll_lite.hub import online
+with online(print):
+    print(json.dumps([ModelConfig(path=name).model_dump(mode="json")["path"] for name in sys.argv[1:]]))
+"""
+
+
+def test_a_moved_branch_moves_only_what_names_it(hub: Mirror, tmp_path: Path) -> None:
+    (first,) = hub.repositories["models/acme/tiny"]
+    first.branches = ("v1",)
+    hub.add("models/acme/tiny", first.folder, "c" * 40)
+    names = ["hf://acme/tiny", "acme/tiny?revision=v1", f"hf://acme/tiny?revision={'a' * 40}"]
+    done = python("-c", RESOLVE, *names, home=tmp_path, endpoint=hub.url, folder=tmp_path)
+    paths = json.loads(done.stdout.splitlines()[-1])
+    assert [path[-40:] for path in paths] == ["c" * 40, "a" * 40, "a" * 40]
+
+
+def test_every_name_that_cannot_be_used_is_told_with_a_remedy(hub: Mirror, tmp_path: Path) -> None:
+    data = hub.repositories["datasets/acme/problems"][0].folder
+    hub.add("datasets/acme/gated", data, access="gated")
+    hub.add("datasets/acme/private", data, access="private")
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "pytorch_model.bin").write_bytes(b"")
+    hub.add("models/acme/old", old)
+    wrong = {
+        "hf://acme/gated/main?split=train": f"the dataset acme/gated is gated: accept its terms at {hub.url}/datasets/acme/gated, and s",
+        "hf://acme/private/main?split=train": "has no dataset acme/private, or it is private: check the spelling, or set HF_TOKEN",
+        "hf://acme/problems/main?split=dev": "it has no split 'dev'; there are test, train",
+        "hf://acme/problems": "it has several splits; there are test, train: add ?split=...",
+        "hf://acme/problems/socratic?split=train": "it has no configuration or file 'socratic': main",
+        "hf://acme/problems?split=train&revision=v9": "the dataset acme/problems has no revision 'v9'; name a branch, a tag or a whole",
+        "hf://acme/problems?part=train": "behind the name of a dataset may stand ?split=..., ?revision=... and a configuration",
+        "hf://problems": "it is no name of the hub; write hf://owner/name",
+        "hf:acme/problems": "no such file",
+    }
+    domains = "".join(
+        f"\n  wrong_{number}: {{data: {{train: {json.dumps(name)}, prompt: question}}, reward: {{name: math}}}}"
+        for number, name in enumerate(wrong)
+    )
+    judges = "\njudges: {old: {path: acme/old}, none: {path: acme/nothing}}\n"
+    code, _, told = check(hub, tmp_path, PROJECT.rstrip() % "acme/tinny" + domains + judges)
+    assert code == 2
+    for number, (name, says) in enumerate(wrong.items()):
+        (line,) = [line for line in told.splitlines() if f"domains.wrong_{number}.data.train = " in line]
+        assert says in line and "[project.yaml:" in line, name
+    folder = (
+        f"no such folder: {tmp_path / 'acme/tinny'}. It looks like a name of the hub, but {hub.url} has no model acme/tinny, or it is p"
+    )
+    assert folder in told
+    assert "judges.old.path" in told and "it holds no model*.safetensors, but pytorch_model.bin; convert it" in told
+    assert "has no model acme/nothing" in told
+    read = PROJECT.replace("problems/main", "private/main").replace("problems?", "gated?") % "acme/tiny"
+    assert check(hub, tmp_path, read, HF_TOKEN=TOKEN)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("home", "variables", "says"),
+    [
+        (
+            "home",
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "is not in the cache {home}/hub, and http://127.0.0.1:9 cannot be reached (",
+        ),
+        ("home", {"HF_HUB_OFFLINE": "1"}, "is not in the cache {home}/hub, and HF_HUB_OFFLINE forbids to download it"),
+        ("full", {}, "cannot be written: Not a directory; HF_HOME names the cache"),
+    ],
+)
+def test_what_is_in_the_way(hub: Mirror, tmp_path: Path, home: str, variables: dict[str, str], says: str) -> None:
+    (tmp_path / "full").write_text("no folder")
+    done = python("-c", RESOLVE, "hf://acme/tiny", home=tmp_path / home, endpoint=hub.url, folder=tmp_path, **variables)
+    assert says.format(home=tmp_path / home) in done.stderr
+    assert "ValidationError" in done.stderr.splitlines()[-4], "no other error"
+
+
+def test_a_folder_that_exists_wins_and_a_misspelt_one_is_not_asked_for(hub: Mirror, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples/models/tiny_chat", tmp_path / "acme/tiny")
+    data = str(ROOT / "examples/data/add_train.jsonl")
+    text = PROJECT.replace("hf://acme/problems/main?split=train", data).replace("hf://acme/problems?split=test", data)
+    text = text.replace("prompt: question", "answer: answer")
+    code, resolved, told = check(hub, tmp_path, text % "acme/tiny")
+    assert code == 0 and yaml.safe_load(resolved)["model"]["path"] == str(tmp_path / "acme/tiny"), told
+    code, _, told = check(hub, tmp_path, text % "acme/tinny")
+    assert code == 2 and f"no such folder: {tmp_path / 'acme/tinny'}" in told and "hub" not in told
+    assert hub.requests == []
+
+
+def test_another_node_finds_a_model_in_its_own_cache(hub: Mirror, tmp_path: Path) -> None:
+    """The driver's process sends a model and data; one with another cache receives them, and reads both."""
+    send = f"""
+import pickle, sys
+from roll_lite.hub import online
+from roll_lite.config.schema.domains import DataConfig
+from roll_lite.config.schema.models import ModelConfig
+with online(print):
+    model = ModelConfig(path="hf://acme/tiny")
+    data = DataConfig(train=["hf://acme/problems/main?split=train"])
+assert model.path.is_relative_to({str(tmp_path / "driver")!r})
+with open("sent", "wb") as file:
+    pickle.dump((model, data), file)
+"""
+    receive = f"""
+import pickle
+from roll_lite.data.sources import read_rows
+from roll_lite.models.model_files import stored_tensors
+with open("sent", "rb") as file:
+    model, data = pickle.load(file)
+assert model.path.is_relative_to({str(tmp_path / "node")!r})
+print(len(stored_tensors(model.path)), [row.content["question"] for row in read_rows(data.train[0])][0])
+"""
+    done = python("-c", send, home=tmp_path / "driver", endpoint=hub.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    hub.repositories["models/acme/tiny"][0].branches = ()  # has moved on meanwhile
+    done = python("-c", receive, home=tmp_path / "node", endpoint=hub.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split(maxsplit=1)[1] == "main/train-00000-of-00001.parquet 0 + 1?\n"
+    assert "downloading acme/tiny (aaaaaaa) of the hub: 6 files" in done.stderr and "pytorch_model.bin" not in hub.downloaded()
+
+
+def test_names_outlive_a_saved_configuration(tmp_path: Path) -> None:
+    """Without asking the hub: text to path and back."""
+    for text in (f"hf://a/b?revision={'c' * 40}", "hf://a/b?revision=refs/pr/1"):
+        model = ModelConfig(path=Path(text))
+        assert isinstance(model.path, HubPath) and model.model_dump(mode="json")["path"] == text
+    for text in (
+        f"hf://a/b/c?split=d&revision={'c' * 40}",
+        f"hf://a/b?split=d&revision={'c' * 40}",
+        f"hf://a/b/c/d.csv?revision={'c' * 40}",
+    ):
+        assert DataConfig(train=Path(text)).model_dump(mode="json")["train"] == text
+        mixed = DataConfig(train={Path(text): 2.0, tmp_path: 1.0}).model_dump(mode="json")["train"]
+        assert DataConfig(train=[Path(text)]).model_dump(mode="json")["train"] == [text]
+        assert mixed == {text: 2.0, str(tmp_path): 1.0}
+    assert DataConfig(train=tmp_path).model_dump(mode="json")["train"] == str(tmp_path)
+    assert located(Path("a/b"), "dataset") is None, "data sets are named with hf://"
+
+
+def test_the_shipped_configuration_of_one_gpu(hub: Mirror, tmp_path: Path) -> None:
+    """With the model's real shape; a check reads no weights."""
+    model = shutil.copytree(hub.repositories["models/acme/tiny"][0].folder, tmp_path / "qwen")
+    shape = {
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    }
+    config = json.loads((model / "config.json").read_text()) | shape | {"layer_types": ["full_attention"] * 24}
+    (model / "config.json").write_text(json.dumps(config))
+    hub.add("models/Qwen/Qwen2.5-0.5B-Instruct", model)
+    hub.add(
+        "datasets/openai/gsm8k", problems(tmp_path / "gsm8k", "main/train-0.parquet", "main/test-0.parquet", "socratic/train-0.parquet")
+    )
+    command = ["-m", "roll_lite.cli", "check", "--config-name", "gsm8k_0.5b_grpo"]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    settings = yaml.safe_load(done.stdout)
+    assert settings["domains"]["gsm8k"]["data"]["train"] == f"hf://openai/gsm8k/main?split=train&revision={'a' * 40}"
+    assert list(settings["domains"]) == ["gsm8k"] and "socratic/train-0.parquet" not in hub.downloaded()
+
+
+SHARDS = ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "found"),
+    [
+        (["README.md", *SHARDS], "?split=train", SHARDS[:2]),
+        (["main/train-0.parquet", "main/test-0.parquet", "socratic/train-0.parquet"], "main?split=test", ["main/test-0.parquet"]),
+        (["problems.json", "dataset_infos.json"], "", ["problems.json"]),
+        (["problems.json"], "?split=train", ["problems.json"]),
+        (["train.jsonl", "train.parquet"], "?split=train", ["train.parquet"]),
+        (["data/train_sft-0.parquet", "data/train_prefs-0.parquet"], "?split=train_sft", ["data/train_sft-0.parquet"]),
+        (["data/train/0000.parquet", "data/test/0000.parquet"], "?split=test", ["data/test/0000.parquet"]),
+        (["data/dev-0.parquet", "data/train-0.parquet"], "?split=validation", ["data/dev-0.parquet"]),
+        (["test.jsonl", "test2.jsonl", "test3.jsonl"], "?split=test", ["test.jsonl", "test2.jsonl", "test3.jsonl"]),
+        (["test.jsonl", "test2.jsonl"], "test2.jsonl", ["test2.jsonl"]),
+        (["a/gpqa_diamond.csv", "a/gpqa_main.csv"], "a/*_main.csv", ["a/gpqa_main.csv"]),
+        (["aime-I.jsonl", "aime-II.jsonl"], "", ["aime-I.jsonl", "aime-II.jsonl"]),
+    ],
+)
+def test_the_files_of_a_split(files: list[str], asked: str, found: list[str]) -> None:
+    assert chosen(files, asked) == found
+
+
+@pytest.mark.parametrize(
+    ("files", "asked", "says"),
+    [
+        (["data/train_sft-0.parquet", "data/train_prefs-0.parquet"], "?split=train", "no split 'train'; there are train_prefs, train_sft"),
+        (["a/train.jsonl", "b/train.jsonl"], "?split=train", "several configurations: a, b"),
+        (["README.md"], "?split=train", "several configurations: none with .parquet"),
+    ],
+)
+def test_what_is_not_clear_is_refused(files: list[str], asked: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        chosen(files, asked)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+def test_a_run_records_the_commits(hub: Mirror, tmp_path: Path) -> None:
+    (tmp_path / "project.yaml").write_text(PROJECT % "acme/tiny")
+    small = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "validation.enabled=false", "checkpoint.every=1"]
+    command = ["-m", "roll_lite.cli", "run", "--config-name", "project", *small]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs/tiny").iterdir()
+    pinned = f"hf://acme/tiny?revision={'a' * 40}"
+    assert yaml.safe_load((run / "config.yaml").read_text())["model"]["path"] == pinned
+    state = json.loads((run / "checkpoints/step_000001/state.json").read_text())
+    assert state["config"]["model"]["path"] == pinned
+    assert state["config"]["domains"]["word_problems"]["data"]["train"].endswith("b" * 40)
+    assert (run / "model/model.safetensors").is_file() and (run / "model/tokenizer.json").is_file()
+    assert "model.safetensors" in hub.downloaded() and "pytorch_model.bin" not in hub.downloaded()
+    hub.repositories.clear()
+    command = ["-m", "roll_lite.cli", "check", "--config-name", "project", *small, "steps=2", f"checkpoint.resume={run}"]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "holds from the next step: steps: 1 -> 2" in done.stderr and "model.path" not in done.stderr, "the names have not changed"
