@@ -1,5 +1,4 @@
-"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`, `data`, `init`. Heavy modules are imported only once the
-configuration is right."""
+"""Command line of `roll-lite`. Heavy modules are imported once the configuration is right."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from itertools import product
 from math import prod
@@ -24,6 +23,7 @@ from roll_lite.config.checks.across import Check, simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
+from roll_lite.config.coming_from.convert import PROJECTS, Conversion
 from roll_lite.config.compose.layers import compose
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
 from roll_lite.config.loading import load_config, located
@@ -34,7 +34,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
-from roll_lite.files import CONFIGS, STARTERS, absolute_path
+from roll_lite.files import CONFIGS, STARTERS, absolute_path, read_text
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
@@ -261,6 +261,18 @@ def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
     return answer(config, Question(measured, parsed.compare, parsed.picture, parsed.color))
 
 
+def _import(parsed: argparse.Namespace) -> int:
+    try:
+        conversion = Conversion(parsed.project, read_text(parsed.file), str(parsed.file))
+        with parsed.out.open("x", encoding="utf-8") if parsed.out else nullcontext(sys.stdout) as file:
+            file.write(conversion.as_yaml())
+    except (FileExistsError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_CONFIGURATION
+    sys.stderr.write("\n  - ".join([conversion.summary(), *map(str, conversion.told)]) + "\n")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
@@ -306,6 +318,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
     _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
+    help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
+    command = commands.add_parser("import", help=help_text, description=help_text)
+    command.set_defaults(act=_import)
+    command.add_argument("project", choices=PROJECTS, help="the other trainer")
+    command.add_argument("file", type=Path, help="its YAML file, or the script or command line that starts it")
+    command.add_argument("--out", type=Path, help="a new file for the configuration, in place of standard output")
     return parser
 
 

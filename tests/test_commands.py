@@ -22,6 +22,7 @@ import pytest
 from docs_scheduling import IMAGES, TIMELINES
 
 from roll_lite.cli import main
+from roll_lite.config.coming_from.convert import PROJECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -171,6 +172,11 @@ def writes_a_folder(words: list[str]) -> None:
         assert main([*words[1:], f"{folder}/new"]) == 0
 
 
+def imports_configurations(words: list[str]) -> None:
+    """With files: tests/config/test_coming_from.py."""
+    assert words[1] == "import" and tuple(words[2].split("|")) == PROJECTS
+
+
 WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
 ELSEWHERE = {
     "roll-lite run --config-name gsm8k_0.5b_grpo": reads_the_hub,
@@ -188,6 +194,7 @@ ELSEWHERE = {
     'pip install "roll_lite[gym]"': names_an_extra,
     WORDLE: writes_data_of_verifiers,
     "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
+    "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
     "ray start --head": is_a_command_of_ray,
     "ray start --object-store-memory": is_a_command_of_ray,
     "ray drain-node --node-id ID --reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot --deadline-remaining-seconds 120": (

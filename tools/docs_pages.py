@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/configuration.md, docs/metrics.md and docs/rewards.md from the code: `make docs`.
+"""Writes the tables of docs/configuration.md, docs/metrics.md, docs/rewards.md and docs/coming_from.md from the code: `make docs`.
 
 What stands above the marker of a page is written by hand and stays.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from roll_lite.config.coming_from.convert import PROJECTS, table_of
 from roll_lite.config.problems import dotted, show
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
@@ -129,7 +130,40 @@ def _page_text(text: str) -> str:
     return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in CODE.split(text))
 
 
-PAGES: dict[str, Callable[[], str]] = {"configuration.md": configuration, "metrics.md": metrics, "rewards.md": rewards}
+# ---------------------------------------------------------------- coming_from.md
+
+TITLES = {"roll": "ROLL", "verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
+
+
+def coming_from() -> str:
+    parts = []
+    for project in (*PROJECTS, "trl"):
+        entries = {key: entry for key, entry in table_of(project)["keys"].items() if "now" not in entry and key != "(all)"}
+        rows = [
+            (_keys(key, entry), ", ".join(f"`{path}`" for path in entry.get("to", ())).replace("{each}", "NAME"), _how(entry))
+            for key, entry in sorted(entries.items())
+        ]
+        parts.append(f"## {TITLES[project]}\n\n{table((TITLES[project], 'here', ''), rows)}")
+    return "\n\n".join(parts)
+
+
+def _keys(key: str, entry: dict[str, Any]) -> str:
+    former = ", ".join(f"`{one}`" for one in entry.get("was", ()))
+    return f"`{key}`" + (f", also {former}" if former else "")
+
+
+def _how(entry: dict[str, Any]) -> str:
+    words = ", ".join(f"{theirs}: {ours}" for theirs, ours in entry.get("words", {}).items() if theirs != ours)
+    nothing = f"nothing to set: {entry['always']}" if "always" in entry else entry.get("none", "")
+    return _page_text("; ".join(part for part in (entry.get("how", ""), words, nothing, entry.get("note", "")) if part))
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "metrics.md": metrics,
+    "rewards.md": rewards,
+    "coming_from.md": coming_from,
+}
 
 
 def render(name: str) -> str:

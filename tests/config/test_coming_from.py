@@ -1,0 +1,348 @@
+"""Configurations of other trainers: numbers worked out by hand, files that load, nothing dropped silently, tables that fit the schema."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll_lite.cli import main
+from roll_lite.config.coming_from.convert import PROJECTS, Conversion, table_of
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError
+from roll_lite.config.validation import sections
+
+VERL = """\
+set -x
+# export NOT_READ=1
+model_path=$HOME/models/policy        # a comment
+max_len=$((1024 * 4))
+prompts=${PROMPTS:-1024}
+train_files="['$HOME/gsm8k/train.parquet', '$HOME/math/train.parquet']"
+python3 prepare.py --local_dir data
+python3 -m verl.trainer.main_ppo --config-path=config \\
+    --config-name='ppo_megatron_trainer.yaml'\\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" \\
+    data.train_batch_size=${prompts} \\
+    data.max_prompt_length=512 data.max_response_length=$max_len \\
+    # data.old_key=3 \\
+    actor_rollout_ref.model.path="$model_path" \\
+    actor_rollout_ref.actor.optim.lr=5e-7 \\
+    actor_rollout_ref.actor.optim.lr_warmup_steps=10 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.ppo_epochs=2 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.name=sglang \\
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
+    +actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3 \\
+    algorithm.use_kl_in_reward=False algorithm.kl_ctrl.kl_coef=0.3 \\
+    trainer.logger=['console','wandb'] trainer.project_name=papers \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=2 \\
+    trainer.total_training_steps=300 trainer.save_freq=20 trainer.test_freq=-1 \\
+    trainer.balance_bach=True \\
+    trainer.default_local_dir=$(pwd)/ckpts \\
+    trainer.experiment_name="two nodes" $@ 2>&1 | tee run.log
+"""
+OPENRLHF = """\
+CKPT_ARGS=(
+   --pretrain Qwen/Qwen3-4B   # the policy
+   # --reward_pretrain not/read
+   --save_steps 10
+)
+ALGORITHM_ARGS=( --advantage_estimator reinforce_baseline --eps_clip_low_high 0.2 "0.27" )
+ALGORITHM_ARGS+=(--init_kl_coef 1e-3 --use_kl_loss --kl_estimator k2)
+ray job submit --address="http://127.0.0.1:8265" -- python3 -m openrlhf.cli.train_ppo_ray \\
+   ${CKPT_ARGS[@]} "${ALGORITHM_ARGS[@]}" --rollout_batch_size 128 --n_samples_per_prompt 8 \\
+   --train_batch_size=256 --max_samples 12800 --num_episodes 2 --lr_warmup_ratio 0.05 --actor_learning_rate 4e-7 \\
+   --actor_num_nodes 1 --actor_num_gpus_per_node 4 --vllm_num_engines 2 --vllm_tensor_parallel_size 2 --colocate_all_models \\
+   --remote_rm_url http://host:5000/get_reward --prompt_data data/train.jsonl --eval_steps -1 --save_path /x/exp/mine --zero_stage 3
+"""
+ROLL = """\
+exp_name: two_domains
+max_steps: 40
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+prompt_length: 1024
+response_length: 2048
+adv_estimator: reinforce
+reward_clip: 10
+dual_clip_loss: true
+pg_clip: 0.1
+difficulty_mask: true
+difficulty_low_threshold: 0.1
+difficulty_high_threshold: 0.9
+add_token_level_kl: false
+init_kl_coef: 0.2
+norm_mean_type: None
+pretrain: Qwen/Qwen3-8B
+num_gpus_per_node: 8
+tracker_kwargs: {api_key: hush-hush}
+actor_train:
+  model_args: {dtype: bf16}
+  training_args: {learning_rate: 2.0e-6, per_device_train_batch_size: 2, gradient_accumulation_steps: 16, warmup_steps: 20}
+  data_args:
+    file_name: [data/math.jsonl, data/code.jsonl]
+    domain_interleave_probs: {math_rule: 0.7, code_sandbox: 0.3}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}
+  device_mapping: list(range(0,8))
+actor_infer:
+  generating_args: {max_new_tokens: "${response_length}", num_return_sequences: "${num_return_sequences_in_group}", top_k: -1}
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6, block_size: 16}}
+  device_mapping: list(range(8,12))
+rewards:
+  math_rule:
+    worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker
+    tag_included: [gsm8k, aime]
+    world_size: 8
+  code_sandbox:
+    worker_cls: roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker
+    tag_included: [KodCode]
+"""
+
+
+def at(config: Any, path: str) -> Any:
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else getattr(config, key)
+    return config
+
+
+@pytest.fixture(scope="module")
+def verl() -> Conversion:
+    return Conversion("verl", VERL, "run.sh")
+
+
+@pytest.fixture(scope="module")
+def openrlhf() -> Conversion:
+    return Conversion("openrlhf", OPENRLHF, "run.sh")
+
+
+@pytest.fixture(scope="module")
+def roll() -> Conversion:
+    return Conversion("roll", ROLL, "rlvr.yaml")
+
+
+VERL_NUMBERS = {
+    "experiment": "two_nodes",
+    "steps": 300,
+    "model.path": "${oc.env:HOME}/models/policy",
+    "rollout.prompts_per_step": 1024,
+    "rollout.samples_per_prompt": 5,
+    "algorithm.mini_batches": 4,  # 1024 prompts / 256 prompts, whatever n is
+    "algorithm.ppo_epochs": 2,
+    "actor_train.optimizer.lr": 5e-7,
+    "actor_train.optimizer.warmup_steps": 80,  # 10 steps of 4 x 2 updates
+    "actor_train.optimizer.weight_decay": 0.01,  # verl's default, not ours
+    "actor_train.optimizer.betas": [0.9, 0.999],
+    "actor_train.devices": 16,
+    "actor_train.strategy.tensor_parallel": 2,
+    "placement": {"name": "colocated", "nodes": 2},
+    "actor_infer.strategy": {
+        "name": "sglang",
+        "gpu_memory_utilization": 0.6,
+        "tensor_parallel": 2,
+        "engine_args": {"attention_backend": "fa3"},
+    },
+    "algorithm.policy_loss": {"clip_high": 0.28, "dual_clip": 3.0},
+    "algorithm.aggregation": "constant",
+    "algorithm.kl_in_loss": {"coef": 0.002},
+    "domains.main.sampling": {"max_prompt_tokens": 512, "max_tokens": 4096},
+    "domains.main.data.train": ["${oc.env:HOME}/gsm8k/train.parquet", "${oc.env:HOME}/math/train.parquet"],
+    "trackers": [{"name": "jsonl"}, {"name": "wandb", "args": {"project": "papers"}}],
+    "checkpoint": {"every": 20},
+    "validation": {"enabled": False, "sampling": {"temperature": 0}},
+}
+OPENRLHF_NUMBERS = {
+    "experiment": "mine",
+    "steps": 200,  # 12800 rows / 128 prompts, twice
+    "rollout.prompts_per_step": 128,
+    "algorithm.mini_batches": 4,  # 128 x 8 samples / 256 samples
+    "algorithm.kl_in_loss": {"coef": 0.001, "estimator": "k2"},
+    "algorithm.advantage": {"name": "reinforce_plus_plus", "baseline": "group"},
+    "algorithm.policy_loss": {"clip_high": 0.27},
+    "algorithm.reward": {"clip": 10},
+    "actor_train.optimizer.lr": 4e-7,
+    "actor_train.optimizer.min_lr": pytest.approx(4e-8),
+    "actor_train.optimizer.decay": "cosine",
+    "actor_train.optimizer.warmup_steps": 40,  # 5% of 200 steps with 4 updates
+    "actor_infer.devices": 4,
+    "actor_infer.strategy.gpu_memory_utilization": 0.95,
+    "placement": {"name": "colocated", "devices_per_node": 4},
+    "checkpoint": {"keep": 3, "every": 10},
+    "domains.main.reward": {"name": "remote", "args": {"url": ["http://host:5000/get_reward"]}},
+}
+ROLL_NUMBERS = {
+    "steps": 40,
+    "algorithm.mini_batches": 4,  # 64 x 8 samples / (2 x 16 samples on each of 8 / 2 ranks)
+    "algorithm.policy_loss": {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
+    "algorithm.masks": {"group_mean": [0.1, 0.9]},
+    "algorithm.reward": {"clip": 10},
+    "algorithm.aggregation": "sequence_mean_token_mean",
+    "actor_train.devices": [0, 1, 2, 3, 4, 5, 6, 7],
+    "actor_train.optimizer": {"lr": 2e-6, "warmup_steps": 20},
+    "actor_infer.devices": [8, 9, 10, 11],
+    "placement": {"name": "apart", "nodes": 2},
+    "domains.math_rule.share": 0.7,
+    "domains.math_rule.reward": {"name": "math", "workers": 8},
+    "domains.math_rule.data.tags": ["gsm8k", "aime"],
+    "domains.code_sandbox.reward": {"name": "code"},
+    "domains.code_sandbox.data.train": ["data/math.jsonl", "data/code.jsonl"],
+    "domains.code_sandbox.sampling": {"max_tokens": 2048},
+}
+
+
+@pytest.mark.parametrize(
+    ("project", "path", "expected"),
+    [
+        (project, path, expected)
+        for project, numbers in (("verl", VERL_NUMBERS), ("openrlhf", OPENRLHF_NUMBERS), ("roll", ROLL_NUMBERS))
+        for path, expected in numbers.items()
+    ],
+)
+def test_a_setting_means_the_same(project: str, path: str, expected: object, request: pytest.FixtureRequest) -> None:
+    assert at(request.getfixturevalue(project).config, path) == expected
+
+
+@pytest.mark.parametrize("project", PROJECTS)
+def test_an_imported_file_loads(project: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    text = request.getfixturevalue(project).as_yaml()
+    (tmp_path / "mine.yaml").write_text(text)
+    config = load_config("mine", tmp_path, ["trackers=[{name: jsonl}]"], files=False)
+    for path, expected in {"verl": VERL_NUMBERS, "openrlhf": OPENRLHF_NUMBERS, "roll": ROLL_NUMBERS}[project].items():
+        if isinstance(expected, int | float) and at(yaml.safe_load(text), path) == expected:
+            assert at(config, path) == expected
+    assert "&" not in text, "no anchors"
+
+
+def test_what_is_not_converted_is_listed_with_line_value_and_remedy(verl: Conversion) -> None:
+    told = {problem.path: str(problem) for problem in verl.told}
+    assert told["trainer.balance_bach"] == (
+        "trainer.balance_bach = true: is not known here; did you mean 'trainer.balance_batch'?  [run.sh:34]"
+    )
+    assert told["algorithm.kl_ctrl.kl_coef"] == "algorithm.kl_ctrl.kl_coef = 0.3: not used without use_kl_in_reward  [run.sh:30]"
+    assert "run_dir" in told["trainer.default_local_dir"] and "[run.sh:35]" in told["trainer.default_local_dir"]
+    assert not {"data.old_key", "local_dir"} & told.keys(), "comments and other commands are not read"
+    assert verl.outcomes.count("unknown") == 1
+    assert verl.summary().startswith(f"run.sh: {len(verl.outcomes)} settings: ")
+
+
+def test_our_defaults_are_left_out(verl: Conversion, openrlhf: Conversion) -> None:
+    assert "estimator" not in verl.config["algorithm"]["kl_in_loss"], "low_var_kl is k3, our default"
+    assert "advantage" not in verl.config["algorithm"], "grpo"
+    assert "every" not in verl.config["validation"], "-1 is 0"
+    assert "samples_per_prompt" not in openrlhf.config["rollout"], "8"
+
+
+def test_lines_of_arrays_are_those_of_their_words(openrlhf: Conversion) -> None:
+    assert [str(one) for one in openrlhf.told if one.path in ("use_kl_loss", "zero_stage")] == [
+        "use_kl_loss = true: chooses between algorithm.kl_in_loss and kl_in_reward  [run.sh:7]",
+        "zero_stage = 3: DeepSpeed's or FSDP's; Megatron-Core shards by actor_train.strategy  [run.sh:12]",
+    ]
+
+
+def test_secrets_are_not_shown(roll: Conversion) -> None:
+    assert any(one.path == "tracker_kwargs.api_key" for one in roll.told)
+    assert "hush-hush" not in "\n".join(map(str, roll.told)) + roll.as_yaml()
+
+
+def test_a_command_line_alone_is_enough() -> None:
+    done = Conversion(
+        "openrlhf", "--actor.model_name_or_path m --actor.adam.lr 2e-6 --algo.kl.init_coef 0.02 --algo.kl.target 6", "line.txt"
+    )
+    assert done.config["model"] == {"path": "m"} and done.config["actor_train"]["optimizer"]["lr"] == 2e-6
+    assert done.config["algorithm"]["kl_in_reward"] == {"coef": 0.02, "controller": {"name": "adaptive", "target": 6}}
+    assert done.config["steps"] == "???" and done.config["critic"] == {"optimizer": {"lr": 9e-6}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=fast", "actor_train.optimizer.lr: expected number > 0  [run.sh:2]"),
+        ("data.train_batch_size=many", "rollout.prompts_per_step: expected integer > 0  [run.sh:2]"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=all", "does not fit algorithm.mini_batches; set that  [run.sh:2]"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "algorithm.advantage.name may be gae, grpo"),
+        ("actor_rollout_ref.model.path=$(find /models)", "holds a part that is known there only; set model.path  [run.sh:2]"),
+    ],
+)
+def test_a_value_without_counterpart_is_told(setting: str, told: str) -> None:
+    done = Conversion("verl", f"python3 -m verl.trainer.main_ppo \\\n  {setting} trainer.total_training_steps=3", "run.sh")
+    (problem,) = [str(one) for one in done.told if one.path == setting.partition("=")[0]]
+    assert told in problem and setting.partition("=")[0] in problem
+
+
+def test_epochs_are_noted() -> None:
+    done = Conversion("verl", "x -m verl.trainer.main_ppo data.train_batch_size=64 trainer.total_epochs=15", "run.sh")
+    assert done.config["steps"] == "???"
+    assert "total_epochs = 15: set steps to total_epochs x rows of the data / train_batch_size  [run.sh:1]" in "\n".join(
+        map(str, done.told)
+    )
+
+
+def test_a_quotation_over_lines_and_single_quotes() -> None:
+    script = "X=1\npython3 -m openrlhf.cli.train_ppo_ray --pretrain 'a $X' --input_template 'User: {}\nAssistant: ' --eval_steps $((X+2))"
+    done = Conversion("openrlhf", script, "run.sh")
+    assert done.config["domains"]["main"]["template"] == {"text": "User: {prompt}\nAssistant: "}
+    assert done.config["validation"]["every"] == 3
+    assert any(one.path == "pretrain" and one.value == "a $X" for one in done.told), "single quotes keep a variable's name"
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rlvr.yaml").write_text(ROLL)
+    assert main(["import", "roll", "rlvr.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["experiment"] == "two_domains"
+    assert re.match(r"rlvr.yaml: \d+ settings: \d+ converted, \d+ need nothing, \d+ have no counterpart, 0 are unknown\n  - ", printed.err)
+    assert main(["import", "roll", "rlvr.yaml", "--out", "mine.yaml"]) == 0
+    assert Path("mine.yaml").read_text() == printed.out
+    assert main(["import", "roll", "rlvr.yaml", "--out", "mine.yaml"]) == 2
+    assert "File exists: 'mine.yaml'" in capsys.readouterr().err
+    assert main(["import", "roll", "none.yaml"]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("project", "file", "text", "expected"),
+    [
+        ("verl", "run.sh", "echo hello", "has no command with settings of this trainer"),
+        ("roll", "rlvr.yaml", "- 1", "holds no settings"),
+        ("roll", "rlvr.yaml", "a: [1", "not valid YAML: line 1"),
+    ],
+)
+def test_a_file_without_settings_is_refused(project: str, file: str, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as refused:
+        Conversion(project, text, file)
+    assert file in str(refused.value)
+
+
+PLACES = {".".join(path): [cls for other, cls in sections() if other == path] for path, _ in sections()}
+
+
+@pytest.mark.parametrize("project", [*PROJECTS, "trl"])
+def test_every_counterpart_exists(project: str) -> None:
+    """Paths lead to fields, entries have known parts, and keys of expressions are in the table."""
+    table = table_of(project)
+    wrong = [path for entry in table["keys"].values() for path in entry.get("to", ()) if not is_field(path)]
+    assert wrong == []
+    parts = {"to", "value", "words", "when", "else", "note", "always", "none", "was", "how", "now", "pattern"}
+    assert [key for key, entry in table["keys"].items() if set(entry) - parts or not {"to", "always", "none"} & set(entry)] == []
+    read = set(re.findall(r"at\('([^']+)'\)", repr(table).replace("\\'", "'")))
+    patterns = [re.compile(re.escape(key).replace(r"\{name\}", "[^.]+").replace(r"\*", ".+")) for key in table["keys"]]
+    assert [key for key in read if not any(pattern.fullmatch(key) for pattern in patterns)] == []
+
+
+def is_field(path: str) -> bool:
+    path = re.sub(r"(domains|judges|reward_models)\.(?:main|NAME|\{\w+\})", r"\1.<name>", path)
+    section, _, name = path.rpartition(".")
+    free = re.search(r"\.(args|engine_args|arguments)\.", path) is not None
+    return free or any(name in cls.model_fields for cls in PLACES.get(section, ()))
