@@ -114,8 +114,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _sweep(parsed, overrides)
         if parsed.command == "submit":
             return _submit(parsed, overrides)
-        imagined = parsed.command == "simulate"
-        further = {"simulate": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
+        imagined = parsed.command in ("simulate", "plan")
+        further = {"simulate": (simulated_domains,), "plan": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
         needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
         config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:
@@ -123,7 +123,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
-    commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate}
+    commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate, "plan": _plan}
     return commands[parsed.command](config, parsed)
 
 
@@ -273,6 +273,18 @@ def _import(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(config: RunConfig, parsed: argparse.Namespace) -> int:
+    if config.mode != "full":
+        sys.stderr.write(f"mode = {config.mode}: whole runs are planned; use full\n")
+        return WRONG_CONFIGURATION
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planning must not take memory of GPUs that others may use
+    try:
+        from roll_lite.planning.report import answer
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return answer(config, parsed.config_name, parsed)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
@@ -286,6 +298,7 @@ def _parser() -> argparse.ArgumentParser:
             "simulate",
             "run the schedulers on a virtual clock, with modelled engines: step time, staleness; nothing trains",
         ),
+        ("plan", "memory of every role and phase, seconds of a step and its bottleneck, on devices that need not be there; nothing trains"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument(
@@ -308,6 +321,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
         if name == "simulate":
             _simulate_options(command)
+        if name == "plan":
+            _plan_options(command)
         if name == "run":
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
@@ -398,6 +413,14 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
         "--episodes", type=_count, metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
     )
     command.add_argument("--column", help="take the responses from this column of the domain's data")
+
+
+def _plan_options(command: argparse.ArgumentParser) -> None:
+    devices = ("A100", "H100", "H200", "B200", "MI300X")
+    command.add_argument("--device", choices=devices, default="H100", help="the kind of device (default: %(default)s)")
+    command.add_argument("--model", help="a folder with config.json, or a public model's name, if model.path is not here")
+    command.add_argument("--search", type=_count, metavar="N", help="try layouts on N devices and list the fastest that fit")
+    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def _simulate_options(command: argparse.ArgumentParser) -> None:

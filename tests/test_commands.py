@@ -21,8 +21,10 @@ from pathlib import Path
 import pytest
 from docs_scheduling import IMAGES, TIMELINES
 
-from roll_lite.cli import main
+from roll_lite.cli import _parser, main
 from roll_lite.config.coming_from.convert import PROJECTS
+from roll_lite.config.loading import load_config
+from roll_lite.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -177,6 +179,12 @@ def imports_configurations(words: list[str]) -> None:
     assert words[1] == "import" and tuple(words[2].split("|")) == PROJECTS
 
 
+def plans_a_large_model(words: list[str]) -> None:
+    """Small ones: tests/planning/test_plan.py. Here only options and configuration."""
+    parsed = _parser().parse_args(words[1:])
+    assert parsed.command == "plan" and load_config(parsed.config_name, CONFIGS, parsed.overrides, files=False)
+
+
 WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
 ELSEWHERE = {
     "roll-lite run --config-name gsm8k_0.5b_grpo": reads_the_hub,
@@ -186,6 +194,7 @@ ELSEWHERE = {
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
     "python bench/gpu.py": is_a_benchmark,
+    "python bench/plan.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[jobs]"': names_an_extra,
@@ -195,6 +204,15 @@ ELSEWHERE = {
     WORDLE: writes_data_of_verifiers,
     "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
     "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
+    **dict.fromkeys(
+        (
+            "roll-lite plan --config-name qwen2.5_7b_grpo",
+            "roll-lite plan --config-name qwen2.5_7b_grpo --device H100",
+            "roll-lite plan --config-name qwen2.5_7b_grpo --device A100 --json",
+            "roll-lite plan --config-name qwen2.5_0.5b_grpo --search 4",
+        ),
+        plans_a_large_model,
+    ),
     "ray start --head": is_a_command_of_ray,
     "ray start --object-store-memory": is_a_command_of_ray,
     "ray drain-node --node-id ID --reason DRAIN_NODE_REASON_PREEMPTION --reason-message spot --deadline-remaining-seconds 120": (
@@ -219,8 +237,8 @@ def test_a_command_of_the_documentation(
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = command.words
-    if command.text in ELSEWHERE:
-        ELSEWHERE[command.text](words)
+    if (text := command.text.partition("  ")[0]) in ELSEWHERE:
+        ELSEWHERE[text](words)
     elif command.training is not None and "mode=train_only" in words:
         # Of the run that it is to train on there is nothing here.
         assert main(["check", *command.training]) == 2

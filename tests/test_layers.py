@@ -19,6 +19,7 @@ PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
 LAYERS = (
     ("cli",),
     ("pipeline",),
+    ("planning",),
     ("workers",),
     ("simulator",),
     ("rewards", "scheduler", "environments"),
@@ -117,7 +118,8 @@ def test_an_engine_is_imported_in_one_place_only() -> None:
 
 
 def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
-    """Megatron stays within its own package; and whoever wants a model asks for it by its strategy's name."""
+    """Megatron stays within its own package; and whoever wants a model asks for it by its strategy's name, but for plans, which trace
+    Megatron's alone."""
     sources = {name: path.read_text(encoding="utf-8") for name, path in modules().items()}
     own = "distributed.strategy"
     assert [name for name, source in sources.items() if "megatron" in packages_of(source) and not name.startswith(f"{own}.megatron.")] == []
@@ -128,7 +130,8 @@ def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
         for target in targets
         if target.startswith(behind) and not name.startswith(f"{own}.megatron")
     }
-    assert outside == {(f"{own}.build", f"{own}.megatron.strategy"), (f"{own}.build", f"{own}.hf")}
+    traces = {(f"planning.{name}", f"{own}.megatron.traced") for name in ("memory", "report")}
+    assert outside == {(f"{own}.build", f"{own}.megatron.strategy"), (f"{own}.build", f"{own}.hf"), *traces}
 
 
 def test_the_page_has_the_layers_in_this_order() -> None:

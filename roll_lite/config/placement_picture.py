@@ -37,20 +37,20 @@ def draw(config: RunConfig) -> str:
 def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, str]:
     cells, turns = {}, _turns(config, phase, by_role)
     for name, role in by_role.items():
-        offloads, works = getattr(role, "offload", False), _works(config, phase, name)
-        if offloads and not works:
+        offloads, working = getattr(role, "offload", False), works(config, phase, name)
+        if offloads and not working:
             continue
         parts = PHASES[phase].parts[kind(name)] if offloads else WHOLE[kind(name)]
         words = IN_WORDS.get(parts, " + ".join(parts))
-        cells[name] = f"{turns[name]}. {words}" if name in turns else words if works else f"({words})"
+        cells[name] = f"{turns[name]}. {words}" if name in turns else words if working else f"({words})"
     return cells
 
 
-def _works(config: RunConfig, phase: Phase, name: str) -> bool:
+def works(config: RunConfig, phase: Phase, name: str) -> bool:
     role = kind(name)
     if role in ("actor_infer", "reward_models", "judges") and config.rollout.supply != "sync" and config.mode == "full":
         return True  # they work all the time
-    if phase is Phase.GENERATE and config.rollout.stream_log_probs and _works(config, Phase.LOG_PROBS, name):
+    if phase is Phase.GENERATE and config.rollout.stream_log_probs and works(config, Phase.LOG_PROBS, name):
         return True
     if phase is Phase.LOG_PROBS and role == "actor_train":
         return actor_gives_log_probs(config)
@@ -60,7 +60,7 @@ def _works(config: RunConfig, phase: Phase, name: str) -> bool:
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
     """Turn number (from 1) of each role that takes turns with others on its devices, as if all turns took equally long."""
     presence = PHASES[phase]
-    working = [name for name in presence.parts if presence.in_turns and name in by_role and _works(config, phase, name)]
+    working = [name for name in presence.parts if presence.in_turns and name in by_role and works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}
     turns: dict[str, int] = {}
     while waiting := [name for name in devices if name not in turns]:

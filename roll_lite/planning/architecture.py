@@ -1,0 +1,82 @@
+"""Architecture of the model to plan for, from its config.json or the table of public models; its parameters, operations and cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
+
+TABLE = Path(__file__).with_name("models.json")
+"""config.json of public models, by name on the Hugging Face hub."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    name: str
+    raw: dict[str, Any]
+    """Content of config.json."""
+    hf: HfConfig
+
+    def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
+        """Number of parameters; with tensor parallelism, those of one engine rank, with shared key/value heads copied."""
+        hf = self.hf
+        cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
+        embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
+        routers = sum(hf.hidden * hf.experts.count for layer in range(hf.layers) if hf.experts and hf.has_experts(layer))
+        norms = hf.layers * (2 * hf.hidden + (2 * hf.head_dim if hf.qk_norm else 0)) + hf.hidden
+        return (cut + embeddings) // parallel + routers + norms
+
+    def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
+        """Floating-point operations per token of a row of `length` tokens in a forward pass; with `backward`, in training."""
+        hf = self.hf
+        attention = sum(self._attention(1) for _ in range(hf.layers)) + hf.layers * hf.heads * hf.head_dim * length
+        feed_forward = sum(self._feed_forward(layer) for layer in range(hf.layers))
+        again = {"none": 0, "selective": feed_forward, "full": attention + feed_forward}[recompute]
+        head = hf.vocab_size * hf.hidden * (4 / 3 if backward else 1)  # training computes the logits twice
+        return 2 * ((3 if backward else 1) * (attention + feed_forward + head) + (again if backward else 0))
+
+    def cache_bytes(self, bytes_per_number: int = 2) -> int:
+        """Bytes of the KV cache per token, over all ranks."""
+        return 2 * self.hf.layers * self.hf.key_value_heads * self.hf.head_dim * bytes_per_number
+
+    def _attention(self, parallel: int) -> int:
+        hf, heads = self.hf, max(self.hf.key_value_heads, parallel)
+        keys = 2 * heads * hf.head_dim
+        return hf.hidden * (2 * hf.heads * hf.head_dim + keys) + (hf.heads * hf.head_dim + keys if hf.qkv_bias else 0)
+
+    def _feed_forward(self, layer: int, expert_parallel: int | None = None) -> int:
+        """Parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
+        hf = self.hf
+        if not hf.experts or not hf.has_experts(layer):
+            return 3 * hf.hidden * hf.feed_forward
+        return 3 * hf.hidden * hf.experts.feed_forward * (hf.experts.count // expert_parallel if expert_parallel else hf.experts.per_token)
+
+
+def find(path: Path, configuration: str, named: str | None) -> Architecture:
+    """Find the model: `named` by --model, at model.path or, if that is absent, the public model that path or configuration is named after.
+    ValueError if none is found."""
+    folder = Path(named) if named is not None else path
+    if (folder / "config.json").is_file():
+        return Architecture(str(folder), read_config(folder), read_hf_config(folder))
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    for name in [folder.name] if named is not None else [folder.name, configuration]:
+        found = [one for one in table if _letters(name).startswith(_letters(one.partition("/")[2]))]
+        if found:
+            return of_config(max(found, key=len), table[max(found, key=len)])
+    where = f"--model {named}" if named is not None else f"model.path = {path}"
+    raise ValueError(f"{where}: no config.json there, and no known model of that name; give --model a folder, or one of {', '.join(table)}")
+
+
+def of_config(name: str, raw: dict[str, Any]) -> Architecture:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+        return Architecture(name, raw, read_hf_config(Path(folder)))
+
+
+def _letters(name: str) -> str:
+    return re.sub("[-_ ]", "", name).lower()

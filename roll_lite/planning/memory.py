@@ -1,0 +1,147 @@
+"""Memory of each role on a device in every phase: trainers by tracing the model's own code, engines by formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+
+import torch
+
+from roll_lite.config.arithmetic import PassArithmetic, derive, device_numbers, infer_dtype, layers_of_parts, roles
+from roll_lite.config.device_phases import PHASES, WHOLE, Phase, kind
+from roll_lite.config.placement_picture import works
+from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
+from roll_lite.planning.architecture import Architecture
+from roll_lite.workers.actor import actor_loss
+from roll_lite.workers.model import ModelRole
+from roll_lite.workers.objectives import CriticLoss
+
+GIB = 2**30
+PROCESS_BYTES = int(1.5 * GIB)
+"""Device memory of a process beside its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use."""
+GRAPHS_BYTES = GIB
+"""CUDA graphs of an engine."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    phase: Phase
+    devices: tuple[int, ...]
+    roles: Mapping[str, int]
+    """Bytes of each role that is on the devices, also of those that take turns."""
+    total: int
+
+
+def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float, on_gpu: bool = True) -> dict[str, RankMemory]:
+    """Memory of trained roles, reference and engines. Reward models and judges are other models, and left out."""
+    found = {}
+    for name, role in roles(config).items():
+        if isinstance(role, InferRoleConfig):
+            found[name] = engine_memory(config, model, device_bytes)
+        elif isinstance(role, ForwardRoleConfig):
+            stages = {0, role.strategy.pipeline_parallel - 1}
+            traced = [_stage_memory(config, model, name, role, stage, on_gpu) for stage in sorted(stages)]
+            found[name] = max(traced, key=lambda one: one.weights + one.gradients + one.optimizer + max(one.training, one.forward))
+    return found
+
+
+def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
+    """Trace a pipeline stage. Memory is linear in equal layers, so stages with many are traced with two and three, and extended."""
+    strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
+    counts = layers_of_parts(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
+    alike = model.hf.experts is None or all(model.hf.experts.layers)
+    if len(set(counts)) > 1 or counts[0] <= 3 or not alike:
+        found = _traced(config, model, name, role, stage, passes[-1], model.hf.layers, on_gpu)
+    else:
+        short = role.model_copy(update={"strategy": strategy.model_copy(update={"pipeline_layers": None})})
+        parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
+        two, three = (asdict(_traced(config, model, name, short, stage, passes[-1], count * parts, on_gpu)) for count in (2, 3))
+        found = RankMemory(**{key: low + (counts[0] - 2) * (three[key] - low) for key, low in two.items()})
+    # One forward, one backward: a stage starts this many micro-batches (if interleaved, parts of them) before its first backward pass.
+    after, virtual = strategy.pipeline_parallel - stage - 1, strategy.virtual_pipeline_parallel
+    begun = after + 1 if virtual == 1 else (2 * after + (virtual - 1) * strategy.pipeline_parallel + 1) / virtual
+    training = max(found.training + ceil((min(begun, passes[-1].micro_batches) - 1) * found.kept), found.update)
+    return replace(found, training=training, forward=found.forward * passes[0].tokens // passes[-1].tokens)
+
+
+def _traced(
+    config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, each: PassArithmetic, layers: int, on_gpu: bool
+) -> RankMemory:
+    spec = ModelRole(config.model, role, 10**6, config.seed, False).model_spec
+    spec = replace(spec, value_init=spec.value_init and "actor", path_key="model.path", ema_decay=None)
+    loss = CriticLoss(domains=len(config.domains)) if name == "critic" else actor_loss(config.algorithm, len(config.domains))
+    sampling = max((one.sampling for one in config.domains.values()), key=lambda one: one.max_prompt_tokens + one.max_tokens)
+    count = max(1, min(each.tokens // each.longest, each.row_limit or each.tokens))
+    batch = rows(count, sampling.max_prompt_tokens, each.longest, loss.columns)
+    raw = {**model.raw, "num_hidden_layers": layers}
+    return trace(spec, raw, len(device_numbers(role.devices)), stage, batch, loss, loss.outputs, on_gpu)
+
+
+def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> DataProto:
+    """Make equal rows; what they contain does not matter."""
+
+    def ragged(values: torch.Tensor) -> Ragged:
+        return Ragged.from_rows([values] * count)
+
+    numbers = {name: ragged(torch.zeros(longest - 1)) for name in columns if KEYS[name].kind is Kind.TRANSITIONS}
+    tokens = {"input_ids": ragged(torch.zeros(longest, dtype=torch.int64)), "response_mask": ragged(torch.arange(longest) >= prompt)}
+    row = {"domain_number": torch.zeros(count, dtype=torch.int64), "loss_weight": torch.ones(count), "temperature": torch.ones(count)}
+    return DataProto({**tokens, **row, **numbers})
+
+
+def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
+    """Weights by their number, activations by the layers' widths, and the KV cache in what is left of the engine's share."""
+    strategy, hf = config.actor_infer.strategy, model.hf
+    size, parallel = number_bytes(config), strategy.tensor_parallel
+    weights = model.parameters(parallel) * size
+    if strategy.quantization == "fp8":  # of the layers; embeddings and output layer stay as they are
+        weights = (weights + 2 * hf.vocab_size * hf.hidden * size // parallel) // 2
+    forward = strategy.max_batched_tokens * (4 * hf.hidden + 3 * hf.feed_forward // parallel) * size
+    forward += strategy.max_running_requests * hf.vocab_size * 4 + GRAPHS_BYTES
+    share = strategy.gpu_memory_utilization * device_bytes / config.actor_infer.replicas_per_device
+    given = strategy.kv_cache_mb
+    return RankMemory(weights, forward=forward, kv_cache=given * 10**6 if given else max(0, int(share - weights - forward)))
+
+
+def number_bytes(config: RunConfig) -> int:
+    return 4 if infer_dtype(config) == "float32" else 2
+
+
+def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) -> int:
+    """Tokens that fit into an engine's KV cache."""
+    ranks = min(config.actor_infer.strategy.tensor_parallel, model.hf.key_value_heads)
+    return memory.kv_cache * ranks // model.cache_bytes(number_bytes(config))
+
+
+def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
+    """Bytes on the devices in each phase. Devices with the same roles are listed together."""
+    numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
+    blocks: dict[tuple[str, ...], list[int]] = {}
+    for device in sorted({one for own in numbers.values() for one in own}):
+        blocks.setdefault(tuple(name for name, own in numbers.items() if device in own), []).append(device)
+    found = []
+    for phase, presence in PHASES.items():
+        for names, devices in blocks.items() if presence.of_step else ():
+            needs = {name: _need(config, phase, name, memory[name]) for name in names}
+            moving = [needs[name] for name in names if getattr(roles(config)[name], "offload", False)]
+            staying = sum(needs.values()) - sum(moving) + PROCESS_BYTES * len(names)
+            found.append(
+                PhaseMemory(phase, tuple(devices), needs, staying + (max(moving, default=0) if presence.in_turns else sum(moving)))
+            )
+    return found
+
+
+def _need(config: RunConfig, phase: Phase, name: str, memory: RankMemory) -> int:
+    working, role = works(config, phase, name), roles(config)[name]
+    parts = PHASES[phase].parts.get(kind(name), ()) if getattr(role, "offload", False) else WHOLE[kind(name)]
+    activations = (memory.training or memory.forward) if phase is Phase.TRAIN else memory.forward
+    if not working and getattr(role, "offload", False):
+        return 0
+    own = sum(getattr(memory, part) for part in parts) + (activations if working and phase is not Phase.SYNC_WEIGHTS else 0)
+    return own * getattr(role, "replicas_per_device", 1)

@@ -1,0 +1,237 @@
+"""Command `roll-lite plan`: what a configuration needs and how fast it is on devices that nobody has to have; and which layouts fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice, product
+from typing import Any
+
+from roll_lite.config.arithmetic import (
+    derive,
+    device_numbers,
+    longest_sequence,
+    max_model_len,
+    pipeline_problem,
+    roles,
+    tensor_parallel_fits,
+)
+from roll_lite.config.arithmetic_tables import render, table
+from roll_lite.config.checks.across import check
+from roll_lite.config.placement import ranges
+from roll_lite.config.placement_picture import draw
+from roll_lite.config.schema.models import ForwardRoleConfig, MegatronStrategyConfig
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.distributed.strategy.megatron.traced import RankMemory
+from roll_lite.planning.architecture import Architecture, find
+from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, memory_of_roles
+from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_each_supply
+from roll_lite.simulator.report import table as table_of_runs
+
+LISTED, TRIED = 5, 40
+"""Layouts that --search lists, and tries at most."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: RunConfig
+    memory: dict[str, RankMemory]
+    phases: list[PhaseMemory]
+    time: StepTime
+    cached_tokens: int
+    problems: list[str]
+    """What does not fit, with the setting to change."""
+
+
+def planned(config: RunConfig, model: Architecture, device: Device) -> Plan:
+    memory = memory_of_roles(config, model, device.memory_gib * GIB)
+    phases, cached = by_phase(config, memory), cached_tokens(config, model, memory["actor_infer"])
+    return Plan(config, memory, phases, step_time(config, model, device, cached), cached, list(_problems(config, phases, cached, device)))
+
+
+def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device: Device) -> Iterator[str]:
+    longest = max_model_len(config)
+    if cached < longest:
+        room = f"the KV cache has room for {cached:,} tokens, one sample takes {longest:,}"
+        yield f"actor_infer.strategy: {room}; raise tensor_parallel or gpu_memory_utilization"
+    for one in phases:
+        if (missing := one.total / GIB - device.memory_gib) > 0:
+            most = max(one.roles, key=lambda name: one.roles[name])
+            where = f"{one.phase}, devices {ranges(one.devices)}: {one.total / GIB:.1f} of {device.memory_gib} GiB"
+            yield f"{where}, {missing:.1f} too much, most of it {most} ({one.roles[most] / GIB:.1f})"
+
+
+def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
+    """Try single changes of settings; yield those after which everything fits, with what they save at the fullest moment."""
+    before = max(one.total for one in phases)
+    for name, role in roles(config).items():
+        for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(config, before, device):
+            other = _changed(config, f"{name}.{setting}", value)
+            if setting == "strategy.tensor_parallel" and value > 1:
+                other = _changed(other, f"{name}.strategy.sequence_parallel", True) if isinstance(role, ForwardRoleConfig) else other
+            if check(other, files=False) or layout_problem(other, model):
+                continue
+            memory = memory_of_roles(other, model, device.memory_gib * GIB)
+            found = by_phase(other, memory)
+            if not list(_problems(other, found, cached_tokens(other, model, memory["actor_infer"]), device)):
+                saved = (before - max(one.total for one in found)) / GIB
+                yield f"{name}.{setting}={value} saves {saved:.1f} GiB, and everything fits"
+                break
+
+
+def _changes(config: RunConfig, role: ForwardRoleConfig) -> Iterator[tuple[str, Any]]:
+    budget = role.train_micro_batch_tokens or role.micro_batch_tokens if hasattr(role, "train_micro_batch_tokens") else 0
+    while (budget := budget // 2) >= longest_sequence(config):
+        yield "train_micro_batch_tokens", budget
+    yield from (("strategy.recompute", one) for one in ("selective", "full") if role.strategy.recompute != one)
+    yield from (("strategy.tensor_parallel", role.strategy.tensor_parallel * factor) for factor in (2, 4, 8))
+
+
+def _of_engines(config: RunConfig, total: int, device: Device) -> Iterator[tuple[str, Any]]:
+    given = config.actor_infer.strategy.gpu_memory_utilization
+    lower = int(100 * (given - (total / GIB / device.memory_gib - 1))) / 100
+    yield from [("strategy.gpu_memory_utilization", lower)] if 0 < lower < given else []
+    yield from (("strategy.tensor_parallel", config.actor_infer.strategy.tensor_parallel * factor) for factor in (2, 4, 8))
+
+
+def _changed(section: Any, path: str, value: Any) -> Any:
+    name, _, rest = path.partition(".")
+    return section.model_copy(update={name: _changed(getattr(section, name), rest, value) if rest else value})
+
+
+def layout_problem(config: RunConfig, model: Architecture) -> str | None:
+    """Parallel size that does not divide the model, with YAML path and remedy; None if all do."""
+    for name, role in roles(config).items():
+        strategy, trains = role.strategy, isinstance(role, ForwardRoleConfig)
+        parallel, hf = getattr(strategy, "tensor_parallel", 1), model.hf
+        if not tensor_parallel_fits(parallel, hf.heads, hf.key_value_heads, hf.head_dim if trains else None) or hf.feed_forward % parallel:
+            heads = f"{hf.heads} attention heads and {hf.key_value_heads} key/value heads"
+            return f"{name}.strategy.tensor_parallel = {parallel}: does not divide {model.name}'s {heads}; use a smaller power of two"
+        if isinstance(strategy, MegatronStrategyConfig):
+            if found := pipeline_problem(strategy, hf.layers):
+                return f"{name}.strategy.{found[0]}: {found[1]}"
+            if strategy.expert_parallel > 1 and (not hf.experts or hf.experts.count % strategy.expert_parallel):
+                return f"{name}.strategy.expert_parallel = {strategy.expert_parallel}: does not divide the experts of {model.name}; use 1"
+    return None
+
+
+def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
+    """Try layouts on this many devices, fastest estimate first, until enough fit."""
+    candidates: list[tuple[float, int, RunConfig]] = []
+    for tensor, pipeline, context, recompute, trainers in product(
+        (1, 2, 4, 8), (1, 2, 4), (1, 2), ("none", "selective", "full"), sorted({devices, devices // 2, devices // 4, 3 * devices // 4})
+    ):
+        other, first = config, 0 if trainers == devices else trainers
+        layout = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": context, "recompute": recompute}
+        for name, role in roles(config).items():
+            own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
+            other = _changed(_changed(other, f"{name}.devices", own), f"{name}.offload", first == 0)
+            if isinstance(role, ForwardRoleConfig):
+                strategy = role.strategy.model_copy(update={**layout, "sequence_parallel": tensor > 1, "virtual_pipeline_parallel": 1})
+                other = _changed(other, f"{name}.strategy", strategy)
+        supply = {"supply": "sync"} if first == 0 else {"supply": "async", "max_staleness": 1, "on_sync": "pause"}
+        other = other.model_copy(update={"rollout": other.rollout.model_copy(update=supply)})
+        for budget in sorted({longest_sequence(config), config.actor_train.in_training[0], 2 * config.actor_train.in_training[0]}):
+            one = _changed(other, "actor_train.train_micro_batch_tokens", budget)
+            copies, of_rank = trainers // (tensor * pipeline * context), model.parameters() / tensor / pipeline
+            if copies and of_rank * (6 + 12 / copies) > device.memory_gib * GIB:
+                continue  # weights, gradients and optimizer alone are too large
+            if copies and not check(one, files=False) and layout_problem(one, model) is None:
+                candidates.append((step_time(one, model, device, 10**6).estimate_s, len(candidates), one))
+    plans = (planned(one, model, device) for _, _, one in sorted(candidates)[:TRIED])
+    return list(islice((plan for plan in plans if not plan.problems), LISTED))
+
+
+def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
+    """Plan and print. Returns the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
+    try:
+        model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]
+        if problem := layout_problem(config, model):
+            raise ValueError(problem)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if parsed.search:
+        return _print(search(config, model, device, parsed.search), model, parsed)
+    plan = planned(config, model, device)
+    runs = under_each_supply(plan.time.scenario)
+    advice = list(remedies(config, model, device, plan.phases)) if plan.problems else []
+    if parsed.json:
+        supplies = {one.scenario.policy: {"step_s": one.step_s, "staleness": one.staleness} for one in runs}
+        sys.stdout.write(json.dumps({**_numbers(plan), "model": model.name, "supplies": supplies, "advice": advice}) + "\n")
+        return bool(plan.problems)
+    share = f"engines and trainer take equally long with {plan.time.engine_share:.0%} of the devices for engines"
+    verdict = "fits" if not plan.problems else "\n".join(f"will not fit: {one}" for one in plan.problems)
+    remedy = [f"change: {one}" for one in advice] or (["no single change makes it fit; try --search"] if plan.problems else [])
+    title = f"{model.name}, {model.parameters() / 1e9:.2f} billion parameters, on {parsed.device} ({device.memory_gib} GiB)"
+    cache = f"KV cache of an engine: {plan.cached_tokens:,} tokens"
+    tables = [
+        title,
+        draw(config),
+        render(derive(config)),
+        _of_roles(plan),
+        _of_phases(plan),
+        cache,
+        _of_times(plan),
+        table_of_runs(runs),
+        share,
+    ]
+    sys.stdout.write("\n\n".join([*tables, "\n".join([verdict, *remedy])]) + "\n")
+    return bool(plan.problems)
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+def _of_roles(plan: Plan) -> str:
+    parts = ("weights", "gradients", "optimizer", "training", "forward", "kv_cache")
+    rows = [[name, *(_gib(getattr(one, part)) for part in parts)] for name, one in plan.memory.items()]
+    return table(["GiB on a device", *(part.replace("_", " ") for part in parts)], rows)
+
+
+def _of_phases(plan: Plan) -> str:
+    rows = [
+        [
+            one.phase.replace("_", " "),
+            ranges(one.devices),
+            _gib(one.total),
+            ", ".join(f"{name} {_gib(own)}" for name, own in one.roles.items()),
+        ]
+        for one in plan.phases
+    ]
+    return table(["phase", "devices", "GiB", "of which"], rows)
+
+
+def _of_times(plan: Plan) -> str:
+    rows = [
+        [name.replace("_", " "), f"{one.seconds:.2f}", one.bottleneck, f"{one.flops:.2e}", _gib(one.moved_bytes)]
+        for name, one in plan.time.phases.items()
+    ]
+    return table(["phase", "seconds", "bottleneck", "FLOPs", "GiB sent by a device"], rows)
+
+
+def _numbers(plan: Plan) -> dict[str, Any]:
+    times = {name: {"seconds": one.seconds, **asdict(one)} for name, one in plan.time.phases.items()}
+    memory, phases = {name: asdict(one) for name, one in plan.memory.items()}, [asdict(one) for one in plan.phases]
+    share = {"cached_tokens": plan.cached_tokens, "engine_share": plan.time.engine_share, "estimate_s": plan.time.estimate_s}
+    return {"problems": plan.problems, "memory_bytes": memory, "phases": phases, "times": times, **share}
+
+
+def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:
+    """Print the layouts of a search. Exit code 1 if none fits."""
+    rows = []
+    for one in plans:
+        actor, engines = one.config.actor_train, one.config.actor_infer
+        devices = f"{ranges(device_numbers(actor.devices))} | {ranges(device_numbers(engines.devices))}"
+        fullest = _gib(max(phase.total for phase in one.phases))
+        layout = [derive(one.config).clusters["actor_train"].layout, actor.strategy.recompute, str(actor.in_training[0])]
+        rows.append([devices, *layout, one.config.rollout.supply, fullest, f"{one.time.estimate_s:.1f}"])
+    header = ["trainer | engines", "layout", "recompute", "micro-batch tokens", "supply", "fullest GiB", "step s"]
+    if parsed.json:
+        sys.stdout.write(json.dumps([dict(zip(header, row, strict=True)) for row in rows]) + "\n")
+    else:
+        sys.stdout.write(f"{table(header, rows) if rows else f'{model.name}: no layout tried fits on {parsed.search} {parsed.device}'}\n")
+    return not rows

@@ -1,0 +1,165 @@
+"""Seconds of each phase by roofline, and of a step under every supply with the schedulers' simulator."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from roll_lite.config.arithmetic import actor_gives_log_probs, derive, device_numbers, model_parallel_size, roles
+from roll_lite.config.schema.models import ForwardRoleConfig, TrainRoleConfig
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.planning.architecture import Architecture
+from roll_lite.planning.memory import number_bytes
+from roll_lite.simulator.engine import EngineLimits, EngineRates
+from roll_lite.simulator.scenario import Scenario, TrainerModel, scenario_of
+from roll_lite.simulator.simulation import SimulatedRun, simulate
+
+
+@dataclass(frozen=True)
+class Device:
+    memory_gib: float
+    tflops: float
+    """Peak of dense bfloat16 matrix products."""
+    memory_gb_s: float
+    link_gb_s: float
+    """To the other devices of a node, in one direction."""
+    network_gb_s: float
+    """To other nodes, with an adapter for each device."""
+
+
+DEVICES = {name: Device(**one) for name, one in json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8")).items()}
+TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
+"""Fractions of the peaks that are reached: training; passes forward, and prefill; reading device memory; links and network."""
+LAYER_S = 12e-6
+"""Time of a layer in an engine's pass beside reading weights; with tensor parallelism twice that."""
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    flops: float
+    moved_bytes: float
+    """Bytes that a device sends over links and network."""
+    parts: Mapping[str, float]
+    """Seconds by cause."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bottleneck(self) -> str:
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    phases: Mapping[str, PhaseTime]
+    scenario: Scenario
+    engine_share: float
+    """Share of all devices at which engines and trainers take equally long."""
+
+    @property
+    def estimate_s(self) -> float:
+        """Seconds of a step if all engines are always busy."""
+        generate = self.phases["generate"].seconds
+        others = sum(one.seconds for one in self.phases.values()) - generate
+        ahead = self.scenario.rollout.supply != "sync" and not self.scenario.takes_turns
+        return max(generate, others) if ahead else generate + others
+
+
+def step_time(config: RunConfig, model: Architecture, device: Device, cached_tokens: int) -> StepTime:
+    scenario, arithmetic, rates = scenario_of(config), derive(config), engine_rates(config, model, device)
+    limits = EngineLimits(scenario.limits.slots, max(cached_tokens, 1))
+    scenario = replace(scenario, rates=rates, limits=limits, steps=STEPS)
+    total = weighted = engine_s = 0.0
+    for domain, one in zip(arithmetic.domains, scenario.domains, strict=True):
+        for place in range(1000):
+            length, samples = min(one.max_tokens, one.lengths.draw((place + 0.5) / 1000)), float(domain.samples_per_step) / 1000
+            total += samples * (one.prompt_tokens + length)
+            weighted += samples * (one.prompt_tokens + length) ** 2
+            engine_s += samples * rates.work(one.prompt_tokens, round(length), scenario.mean_slots, one.prompt_tokens)
+    row = weighted / total  # length of the row that a token is in, on average
+    phases: dict[str, PhaseTime] = {}
+    for name, role in roles(config).items():
+        if isinstance(role, ForwardRoleConfig):
+            if name != "actor_train" or actor_gives_log_probs(config):
+                phases[f"log_probs {name}"] = _passes(config, model, device, name, role, total, row, backward=False)
+            if isinstance(role, TrainRoleConfig):
+                phases[f"train {name}"] = _passes(config, model, device, name, role, total, row, backward=True)
+    trainer_s = sum(one.seconds for one in phases.values())
+    log_probs = 1 - sum(one.seconds for name, one in phases.items() if name.startswith("train")) / trainer_s
+    sent = model.parameters() * number_bytes(config) / config.actor_infer.strategy.tensor_parallel
+    phases["sync_weights"] = PhaseTime(0, sent, {"sending weights": sent / _speed(config, device, arithmetic.device_count)})
+    costs = {"weights": rates.pass_s / scenario.mean_slots, "arithmetic": rates.request_s, "cache": rates.cached_token_s * row / 2}
+    busy = engine_s / scenario.engines / sum(costs.values())
+    phases["generate"] = PhaseTime(total * model.flops(row), 0, {f"engines: {name}": one * busy for name, one in costs.items()})
+    trainer = TrainerModel(token_s=trainer_s / total, sync_s=phases["sync_weights"].seconds, log_probs=log_probs)
+    of_engines = engine_s * model_parallel_size(config.actor_infer) / config.actor_infer.replicas_per_device
+    of_trainer = trainer_s * len(device_numbers(config.actor_train.devices))
+    return StepTime(phases, replace(scenario, trainer=trainer), of_engines / (of_engines + of_trainer))
+
+
+def _speed(config: RunConfig, device: Device, devices: int) -> float:
+    """Bytes per second between ranks on this many devices."""
+    return (device.network_gb_s if devices > config.placement.devices_per_node else device.link_gb_s) * 1e9 * MOVING
+
+
+def _passes(
+    config: RunConfig, model: Architecture, device: Device, name: str, role: ForwardRoleConfig, tokens: float, row: float, backward: bool
+) -> PhaseTime:
+    """Time of a role's passes over a step's tokens."""
+    strategy, devices, hf, algorithm = role.strategy, len(device_numbers(role.devices)), model.hf, config.algorithm
+    copies, epochs = devices // model_parallel_size(role), algorithm.ppo_epochs if backward else 1
+    updates = epochs * algorithm.mini_batches if backward else 0
+    flops = epochs * tokens * model.flops(row, backward, strategy.recompute)
+    compute = flops / (devices * device.tflops * 1e12 * (TRAINING if backward else FORWARD))
+    budget = role.in_training[0] if isinstance(role, TrainRoleConfig) and backward else role.micro_batch_tokens
+    micro_batches = max(1.0, epochs * tokens / copies / budget / max(updates, 1))
+    # A layer gathers and scatters its tokens twice: forward, backward, and in the forward pass that is computed again.
+    exchanges = (4 + 2 * (strategy.recompute == "full") if backward else 2) * 2 * (strategy.tensor_parallel - 1) / strategy.tensor_parallel
+    if hf.experts and strategy.expert_parallel > 1:
+        exchanges += (6 if backward else 2) * hf.experts.per_token
+    own = epochs * tokens / copies / strategy.context_parallel
+    activations = exchanges * own * 2 * hf.hidden * hf.layers / strategy.pipeline_parallel
+    # Gradients are summed in float32, new weights are gathered in bfloat16.
+    of_rank = model.parameters(1, strategy.expert_parallel) / strategy.tensor_parallel / strategy.pipeline_parallel
+    gradients = updates * 6 * of_rank * (copies - 1) / copies
+    parts = {
+        "matrix products": compute,
+        "pipeline bubbles": compute * (strategy.pipeline_parallel - 1) / (micro_batches * strategy.virtual_pipeline_parallel),
+        "exchange of activations": activations / _speed(config, device, 1),
+        "exchange of gradients": gradients / _speed(config, device, devices),
+    }
+    return PhaseTime(flops, activations + gradients, parts)
+
+
+def engine_rates(config: RunConfig, model: Architecture, device: Device) -> EngineRates:
+    """Speed of an engine replica with all its devices. A pass reads weights and cache, and computes one token of each request."""
+    strategy, copies, size = config.actor_infer.strategy, config.actor_infer.replicas_per_device, number_bytes(config)
+    parallel = strategy.tensor_parallel
+    weights = model.parameters(parallel) * size / (2 if strategy.quantization == "fp8" else 1)
+    bandwidth = device.memory_gb_s * 1e9 * READING / copies
+    token_s = model.flops(0) * copies / (parallel * device.tflops * 1e12 * FORWARD)
+    pass_s = weights / bandwidth + model.hf.layers * LAYER_S * min(parallel, 2)
+    return EngineRates(pass_s, token_s, model.cache_bytes(size) / min(parallel, model.hf.key_value_heads) / bandwidth, token_s)
+
+
+SUPPLIES: tuple[dict[str, object], ...] = (
+    {"supply": "sync"},
+    {"supply": "one_step_off"},
+    {"supply": "async", "max_staleness": 1, "on_sync": "pause"},
+    {"supply": "async", "max_staleness": 4, "on_sync": "pause"},
+)
+
+
+def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
+    """Simulate the configured supply and, if engines and trainer have devices of their own, the others."""
+    rollouts = [
+        scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
+        for one in SUPPLIES
+        if not scenario.takes_turns and one["supply"] != scenario.rollout.supply
+    ]
+    return [simulate(replace(scenario, rollout=one)) for one in [scenario.rollout, *rollouts]]
