@@ -50,7 +50,7 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
         *("rollout.max_mismatch", "rollout.on_mismatch", "actor_infer.most_replicas"),
         *(f"domains.*.reward.{name}" for name in ("workers", "timeout_s", "start_timeout_s", "retries")),
         *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
-        *("domains.*.data.validation", "domains.*.data.report_by", "domains.*.validation_sampling"),
+        *("domains.*.data.validation", "domains.*.data.validation_preset", "domains.*.data.report_by", "domains.*.validation_sampling"),
     ),
 }
 """Settings by the effect of a change; the first match counts. An entry stands for all settings below it, `*` for any name. NEXT_STEP
