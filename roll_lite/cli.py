@@ -1,4 +1,7 @@
-"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`. Heavy modules are imported once the configuration is right."""
+"""Command line: `roll-lite run`, `submit`, `check`, `reward`, `simulate`, `view`, `report`.
+
+Heavy modules are imported once the configuration is right.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -99,6 +103,8 @@ def _main(arguments: Sequence[str] | None) -> int:
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(map(hidden, unknown))}; settings are written key=value, without dashes")
+    if parsed.command in ("view", "report"):
+        return _view(parsed) if parsed.command == "view" else _report(parsed)
     # Users' rewards are modules in the current folder, which a console script does not search.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -254,6 +260,31 @@ def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
     return answer(config, Question(measured, parsed.compare, parsed.picture, parsed.color))
 
 
+def _view(parsed: argparse.Namespace) -> int:
+    from roll_lite.observability.view.server import serve
+
+    return serve(parsed.runs or [Path("runs")], parsed.host, parsed.port)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from roll_lite.observability.view.report import write_report
+    from roll_lite.observability.view.runs import find_runs
+
+    try:
+        (folder,) = find_runs([parsed.run]).values()
+        sys.stdout.write(f"{write_report(folder, parsed.out)}\n")
+    except ValueError as error:
+        several = "unpack" in str(error)
+        sys.stderr.write(f"{parsed.run}: holds several runs; name one of them\n" if several else f"{error}\n")
+        return WRONG_CONFIGURATION
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"{error.filename}: {error.strerror}; name another file with --out\n")
+        return WRONG_CONFIGURATION
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
@@ -293,7 +324,20 @@ def _parser() -> argparse.ArgumentParser:
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+    _page_options(commands)
     return parser
+
+
+def _page_options(commands: Any) -> None:
+    help_text = "show runs in a web page of this machine: curves, samples, tokens, timelines, settings; live while they train"
+    view = commands.add_parser("view", help=help_text, description=help_text)
+    view.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run's folder, or one that holds runs (default: runs)")
+    view.add_argument("--host", default="127.0.0.1", help="address to listen on; others than this machine's let others read (%(default)s)")
+    view.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
+    help_text = "write a run as one HTML file, which needs nothing else"
+    report = commands.add_parser("report", help=help_text, description=help_text)
+    report.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the file (default: report.html in the run's folder)")
 
 
 def _submit_options(command: argparse.ArgumentParser) -> None:
