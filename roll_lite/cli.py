@@ -14,6 +14,7 @@ from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -285,6 +286,31 @@ def _plan(config: RunConfig, parsed: argparse.Namespace) -> int:
     return answer(config, parsed.config_name, parsed)
 
 
+def _view(parsed: argparse.Namespace) -> int:
+    from roll_lite.observability.view.server import serve
+
+    return serve(parsed.runs or [Path("runs")], parsed.host, parsed.port)
+
+
+def _report(parsed: argparse.Namespace) -> int:
+    from roll_lite.observability.view.report import write_report
+    from roll_lite.observability.view.runs import find_runs
+
+    try:
+        (folder,) = find_runs([parsed.run]).values()
+        sys.stdout.write(f"{write_report(folder, parsed.out)}\n")
+    except ValueError as error:
+        several = "unpack" in str(error)
+        sys.stderr.write(f"{parsed.run}: holds several runs; name one of them\n" if several else f"{error}\n")
+        return WRONG_CONFIGURATION
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"{error.filename}: {error.strerror}; name another file with --out\n")
+        return WRONG_CONFIGURATION
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
@@ -327,6 +353,12 @@ def _parser() -> argparse.ArgumentParser:
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+    _further_commands(commands)
+    return parser
+
+
+def _further_commands(commands: Any) -> None:
+    """Add the commands that read no configuration of a run."""
     command = commands.add_parser("init", help="write a folder to start from: configuration, data, reward function, README")
     command.set_defaults(act=_init)
     recipes = sorted(path.name for path in STARTERS.iterdir())
@@ -339,7 +371,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("project", choices=PROJECTS, help="the other trainer")
     command.add_argument("file", type=Path, help="its YAML file, or the script or command line that starts it")
     command.add_argument("--out", type=Path, help="a new file for the configuration, in place of standard output")
-    return parser
+    help_text = "show runs in a web page of this machine: curves, samples, tokens, timelines, settings; live while they train"
+    view = commands.add_parser("view", help=help_text, description=help_text)
+    view.set_defaults(act=_view)
+    view.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run's folder, or one that holds runs (default: runs)")
+    view.add_argument("--host", default="127.0.0.1", help="address to listen on; others than this machine's let others read (%(default)s)")
+    view.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
+    help_text = "write a run as one HTML file, which needs nothing else"
+    report = commands.add_parser("report", help=help_text, description=help_text)
+    report.set_defaults(act=_report)
+    report.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the file (default: report.html in the run's folder)")
 
 
 def _init(parsed: argparse.Namespace) -> int:

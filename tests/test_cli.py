@@ -153,7 +153,7 @@ def test_checking_is_fast_and_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert not imported & {"torch", "ray", "numpy", "transformers", "vllm", "megatron"}
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 2, "processor time, because the machine may be busy"
+    assert seconds < 6, "processor time, because the machine may be busy"
 
 
 def test_the_entry_point_is_the_run_command() -> None:

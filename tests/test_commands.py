@@ -120,6 +120,14 @@ def audits_a_ledger(words: list[str]) -> None:
     assert words[1:] == ["examples/audit.py", "runs/latest"] and (ROOT / words[1]).is_file()
 
 
+def shows_runs(words: list[str]) -> None:
+    """On runs: tests/observability/test_view.py."""
+    assert words[1] in ("view", "report")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as empty:
+        patch.chdir(empty)
+        assert main(words[1:]) == 2
+
+
 def is_a_benchmark(words: list[str]) -> None:
     """As small as it can be made: tests/examples/test_scripts.py."""
     assert words[1].startswith("bench/") and (ROOT / words[1]).is_file()
@@ -193,6 +201,9 @@ ELSEWHERE = {
     "roll-lite data prepare gsm8k --from examples/data/gsm8k_tiny_train.jsonl --out gsm8k.jsonl": writes_a_file,
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
+    "roll-lite view runs/latest runs/tiny_grpo --port 8701   # some runs, or folders that hold runs": shows_runs,
+    "roll-lite report runs/latest                            # one HTML file, runs/latest/report.html": shows_runs,
+    "roll-lite report RUN --out FILE": shows_runs,
     "python bench/gpu.py": is_a_benchmark,
     "python bench/plan.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,

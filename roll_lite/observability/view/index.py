@@ -1,0 +1,167 @@
+"""DuckDB index of a run's samples, view.duckdb in its folder: filters, counts and pages over millions of samples."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+INDEX_FILE = "view.duckdb"
+BATCH_BYTES = 64 << 20
+"""Size of the files that are indexed at once; the newest come first."""
+WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
+NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
+"""Columns to filter by. `kind` is `step` or `validation`; `reward` and `advantage` are those of credit/."""
+SHOWN = """kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
+    reward, advantage, prompt, response"""
+SCHEMA = """
+    CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
+    CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
+        prompt_uid BIGINT, score DOUBLE, correct VARCHAR, outcome VARCHAR, failure VARCHAR, finish_reason VARCHAR, response_tokens BIGINT,
+        turns DOUBLE, asked_at DOUBLE, generated_at DOUBLE, scored_at DOUBLE, prompt VARCHAR, response VARCHAR, text VARCHAR,
+        reward DOUBLE, advantage DOUBLE)"""
+READ = """
+    SELECT parse_filename(filename) AS file, split_part(file, '_', 1), step, domain, "group", "index", prompt_uid, score,
+        coalesce(correct::VARCHAR, ''), outcome, coalesce(failure, ''), coalesce(finish_reason, ''), response_tokens,
+        TRY_CAST(episode->>'$.metrics.turns' AS DOUBLE), asked_at, generated_at, scored_at, right(prompt, 300), left(response, 300),
+        lower(concat_ws(chr(10), prompt, response, episode->>'$.messages')), reward, advantage
+    FROM read_json(?, format = 'newline_delimited', filename = true, ignore_errors = true, maximum_object_size = 268435456, columns = {
+        step: 'BIGINT', domain: 'VARCHAR', "group": 'BIGINT', "index": 'BIGINT', prompt_uid: 'BIGINT', score: 'DOUBLE', correct: 'BOOLEAN',
+        outcome: 'VARCHAR', failure: 'VARCHAR', finish_reason: 'VARCHAR', response_tokens: 'BIGINT', prompt: 'VARCHAR',
+        response: 'VARCHAR', asked_at: 'DOUBLE', generated_at: 'DOUBLE', scored_at: 'DOUBLE', episode: 'JSON'})
+    LEFT JOIN credits USING (step, "group", "index")"""
+CREDITS = """
+    CREATE OR REPLACE TEMP TABLE credits AS SELECT step, "group", "index", any_value(reward) AS reward, any_value(advantage) AS advantage
+    FROM read_json(?, format = 'newline_delimited', ignore_errors = true, columns = {
+        step: 'BIGINT', "group": 'BIGINT', "index": 'BIGINT', reward: 'DOUBLE', advantage: 'DOUBLE'})
+    GROUP BY ALL"""
+NO_CREDITS = CREDITS.partition(" AS ")[0] + ' (step BIGINT, "group" BIGINT, "index" BIGINT, reward DOUBLE, advantage DOUBLE)'
+PAGE = """
+    WITH hits AS MATERIALIZED (SELECT rowid AS place, step, "group", "index", "{column}" AS ordering FROM samples WHERE {where}),
+    page AS (SELECT place FROM hits ORDER BY ordering {order}, step DESC, "group", "index" LIMIT ? OFFSET ?)
+    SELECT {shown}, (SELECT count(*) FROM hits) AS total FROM samples WHERE rowid IN (SELECT place FROM page)
+    ORDER BY "{column}" {order}, step DESC, "group", "index" """
+COUNTS = """
+    SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
+    FROM samples WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
+SPANS = """
+    SELECT domain, "group", "index", asked_at, generated_at, scored_at, response_tokens, score
+    FROM samples WHERE kind = 'step' AND step = ? ORDER BY asked_at, "group", "index" """
+
+Given = Mapping[str, Sequence[str]]
+
+
+class SampleIndex:
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        try:
+            self._db = duckdb.connect(str(run / INDEX_FILE))
+            self._db.execute(SCHEMA)
+        except (duckdb.Error, OSError):  # a folder that is read only, another viewer, another version's file
+            self._db = duckdb.connect()
+            self._db.execute(SCHEMA)
+        self.waiting = 0
+        """Number of files that are not indexed yet."""
+
+    def close(self) -> None:
+        self._db.close()
+
+    def refresh(self) -> None:
+        """Index new and changed files; return at once if another thread does."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            known = dict(self._db.cursor().execute("SELECT file, stamp FROM files").fetchall())
+            there = {path.name: (path, self._stamp(path)) for path in (self._run / "samples").glob("*.jsonl")}
+            gone = [name for name in known if name not in there]
+            new = [path for name, (path, stamp) in there.items() if known.get(name) != stamp]
+            new.sort(key=lambda path: path.stem.partition("_")[2])
+            self.waiting = len(new)
+            while new or gone:
+                batch, size = [], 0
+                while new and size < BATCH_BYTES:
+                    batch.append(new.pop())
+                    size += batch[-1].stat().st_size
+                self._replace([*gone, *(path.name for path in batch)], batch, {path.name: there[path.name][1] for path in batch})
+                gone, self.waiting = [], len(new)
+        finally:
+            self._lock.release()
+
+    def _replace(self, names: Sequence[str], files: Sequence[Path], stamps: Mapping[str, str]) -> None:
+        cursor = self._db.cursor()
+        credits = [str(credit) for path in files if (credit := self._credit(path)).exists()]
+        cursor.execute(CREDITS if credits else NO_CREDITS, [credits] if credits else [])
+        cursor.begin()
+        for table in ("samples", "files"):
+            cursor.execute(f"DELETE FROM {table} WHERE file IN (SELECT unnest(?::VARCHAR[]))", [names])
+        if files:
+            cursor.execute(f"INSERT INTO samples {READ}", [[str(path) for path in files]])
+            cursor.executemany("INSERT INTO files VALUES (?, ?)", list(stamps.items()))
+        cursor.commit()
+
+    def _credit(self, path: Path) -> Path:
+        return self._run / "credit" / path.name
+
+    def _stamp(self, path: Path) -> str:
+        """Text that changes with a file of samples or its credits."""
+        found = []
+        for file in (path, self._credit(path)):
+            with suppress(FileNotFoundError):
+                found += [file.stat().st_size, file.stat().st_mtime_ns]
+        return repr(found)
+
+    def page(self, given: Given, sort: str, start: int, count: int) -> dict[str, Any]:
+        """Matching samples in the order of a column (`-`: largest first), `count` of them from number `start` on, and the number of all."""
+        column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
+        if column not in NUMBERS:
+            raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")
+        where, values = conditions(given)
+        rows = self._rows(PAGE.format(where=where, column=column, order=order, shown=SHOWN), [*values, count, start])
+        totals = [row.pop("total") for row in rows]
+        return {"rows": rows, "total": totals[0] if rows else 0}
+
+    def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
+        """Matching samples by the value of a column: their number, mean score, share of correct ones."""
+        if by not in WORDS + NUMBERS:
+            raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}")
+        where, values = conditions(given)
+        return self._rows(COUNTS.format(by=by, where=where), values)
+
+    def size(self) -> int:
+        """Number of samples that are indexed."""
+        return int(self._rows("SELECT count(*) AS size FROM samples", [])[0]["size"])
+
+    def spans(self, step: int) -> list[dict[str, Any]]:
+        """Times of a step's samples."""
+        return self._rows(SPANS, [step])
+
+    def _rows(self, query: str, values: Sequence[Any]) -> list[dict[str, Any]]:
+        found = self._db.cursor().execute(query, values)
+        names = [column[0] for column in found.description]
+        return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
+
+
+def conditions(given: Given) -> tuple[str, list[Any]]:
+    """SQL condition and its values for `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError for a number that is none."""
+    parts: list[str] = ["true"]
+    values: list[Any] = []
+    for name, wanted in given.items():
+        column, _, side = name.rpartition("_")
+        if name in WORDS:
+            parts.append(f'"{name}" IN (SELECT unnest(?::VARCHAR[]))')
+            values.append(wanted)
+        elif name == "text":
+            parts.append("contains(text, lower(?))")
+            values.append(wanted[0])
+        elif column in NUMBERS and side in ("min", "max"):
+            parts.append(f'"{column}" {">=" if side == "min" else "<="} ?')
+            try:
+                values.append(float(wanted[0]))
+            except ValueError:
+                raise ValueError(f"{name}: {wanted[0]!r} is no number") from None
+    return " AND ".join(parts), values

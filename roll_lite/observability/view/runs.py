@@ -1,0 +1,163 @@
+"""Runs that the viewer and the report show: what their folders hold, as plain values for JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import yaml
+
+from roll_lite.observability.metric_table import METRICS
+from roll_lite.observability.report import SUMMARY_FILE
+from roll_lite.observability.run_folder import CONFIG_FILE
+from roll_lite.observability.trackers import METRICS_FILE, for_trackers
+
+PAGE = Path(__file__).with_name("page")
+PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
+"""Columns of batches and dumps with a number for each token but the first."""
+
+
+def find_runs(places: Sequence[Path]) -> dict[str, Path]:
+    """Name -> folder of each run at these places: runs, or folders that hold runs. ValueError for a place without any."""
+    found: dict[str, Path] = {}
+    for place in places:
+        files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
+        folders = {file.parent.resolve() for file in files if any((file.parent / one).is_file() for one in (METRICS_FILE, SUMMARY_FILE))}
+        if not folders:
+            raise ValueError(f"{place}: no run here; name a run's folder, such as runs/latest, or one that holds runs, such as runs")
+        for folder in sorted(folders, key=lambda folder: folder.name):
+            name = f"{folder.parent.name}/{folder.name}"
+            found[name if found.get(name, folder) == folder else str(folder)] = folder
+    return found
+
+
+class Run:
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.folder = folder
+        self._records: dict[int, dict[str, float]] = {}
+        self._read = 0
+        """Bytes of metrics.jsonl that have been read."""
+
+    def status(self) -> dict[str, Any]:
+        records, config = self.records(), self._config
+        return {
+            "name": self.name,
+            "summary": _json_file(self.folder / SUMMARY_FILE),
+            "domains": list(config.get("domains", {})),
+            "steps_planned": config.get("steps"),
+            "steps": [step for step, record in records.items() if "time/step" in record],
+            "metrics": sorted({name for record in records.values() for name in record}),
+        }
+
+    def records(self) -> dict[int, dict[str, float]]:
+        """Metrics by step; only new lines are read."""
+        with suppress(FileNotFoundError), (self.folder / METRICS_FILE).open("rb") as lines:
+            if lines.seek(0, os.SEEK_END) < self._read:  # the run went back to a checkpoint
+                self._records, self._read = {}, 0
+            lines.seek(self._read)
+            for line in lines:
+                if line.endswith(b"\n"):
+                    record = json.loads(line)
+                    step = record.pop("step")
+                    self._records[step] = {**self._records.get(step, {}), **record}
+                    self._read += len(line)
+        return self._records
+
+    def series(self, names: Collection[str], every: int = 1) -> dict[str, Any]:
+        """Values of metrics by step; null where a step has none. A name that ends with `/` stands for all that begin with it."""
+        prefixes = tuple(name for name in names if name.endswith("/"))
+        records = dict(sorted(self.records().items()))
+        steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]
+        known = {name: None for record in records.values() for name in record if name in names or name.startswith(prefixes)}
+        return {"steps": steps, "values": {name: [records[step].get(name) for step in steps] for name in known}}
+
+    def config(self) -> dict[str, str]:
+        """Settings by their path, without secrets."""
+        return dict(_flat(for_trackers(self._config, os.environ)))
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        text = (self.folder / CONFIG_FILE).read_text(encoding="utf-8")
+        return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+
+    def group(self, kind: str, step: int, group: int) -> list[dict[str, Any]]:
+        """Whole records of a group's samples."""
+        name = f"{'validation' if kind == 'validation' else 'step'}_{step:06d}.jsonl"
+        return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
+
+    def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
+        """Records of a file of samples, of lines that contain `mark`; `credit` is a sample's line in credit/."""
+        credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
+        for record in lines_of(self.folder / "samples" / name, mark):
+            yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
+
+    def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
+        """Tokens of a group's samples by index, one entry per row in training: texts, who chose them, and numbers that were kept."""
+        batch = self.folder / "batches" / f"step_{step:06d}"
+        rows: dict[int, list[dict[str, Any]]] = {}
+        for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
+            columns = [name for name in pq.read_schema(file).names if name in ("index", "input_ids", "response_mask", *PER_TOKEN)]
+            for row in () if rows else pq.read_table(file, columns=columns, filters=[("group", "=", group)]).to_pylist():
+                if row["input_ids"]:
+                    numbers = {name: [None, *row[name]] for name in PER_TOKEN if row.get(name)}
+                    tokens = {"texts": self._texts(row["input_ids"]), "chosen": row["response_mask"], **numbers}
+                    rows.setdefault(row["index"], []).append(tokens)
+        return rows
+
+    def _texts(self, ids: list[int]) -> list[str]:
+        """Text that each token adds to the one before; its number, if no tokenizer is found."""
+        if self._tokenizer is None:
+            return [f"[{one}]" for one in ids]
+        pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
+        whole, before = (self._tokenizer.decode_batch(part, skip_special_tokens=False) for part in (pairs, [one[:-1] for one in pairs]))
+        return [text[len(first) :] for text, first in zip(whole, before, strict=True)]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        folders = (self.folder / "model", self.folder / "start", Path(self._config["model"]["path"]))
+        files = [file for folder in folders if (file := folder / "tokenizer.json").is_file()]
+        return Tokenizer.from_file(str(files[0])) if files else None
+
+    def phases(self, step: int) -> list[list[Any]]:
+        """Phases of a step with their seconds, in the order of their starts."""
+        return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
+
+    def engines(self, step: int) -> dict[int, list[Any]]:
+        """Group of a step -> first engine of each of its samples."""
+        groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
+        return {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
+
+    def processes(self) -> list[dict[str, Any]]:
+        return _json_file(self.folder / "processes.json") or []
+
+
+def meanings() -> dict[str, list[str]]:
+    """Unit and description of each metric."""
+    return {name: [metric.unit, metric.description] for name, metric in METRICS.items()}
+
+
+def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:
+    """Records of the complete lines that contain `mark`."""
+    with suppress(FileNotFoundError), file.open("rb") as lines:
+        yield from (json.loads(line) for line in lines if mark.encode() in line and line.endswith(b"\n"))
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value if isinstance(value, str) else json.dumps(value)
+
+
+def _json_file(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

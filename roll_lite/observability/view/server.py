@@ -1,0 +1,133 @@
+"""Web server of `roll-lite view`: the page, and what it asks for as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from roll_lite.observability.view.index import SampleIndex
+from roll_lite.observability.view.runs import PAGE, Run, find_runs, meanings
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+LOCAL = ("127.0.0.1", "localhost", "::1")
+MOST_ROWS = 500
+"""Samples in one answer."""
+
+Given = dict[str, list[str]]
+
+
+class Shown:
+    """A run with its index."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.run = Run(name, folder)
+        self.index = SampleIndex(folder)
+
+    def status(self) -> dict[str, Any]:
+        threading.Thread(target=self.index.refresh, daemon=True).start()
+        return {**self.run.status(), "waiting": self.index.waiting, "samples": self.index.size()}
+
+    def timeline(self, step: int) -> dict[str, Any]:
+        run = self.run
+        return {
+            "phases": run.phases(step),
+            "spans": self.index.spans(step),
+            "engines": run.engines(step),
+            "processes": run.processes(),
+        }
+
+
+def _page(shown: Shown, given: Given) -> dict[str, Any]:
+    start, count = (int(given.get(name, [default])[0]) for name, default in (("start", "0"), ("count", "50")))
+    return shown.index.page(given, given.get("sort", ["-step"])[0], start, min(count, MOST_ROWS))
+
+
+ANSWERS: dict[str, Callable[[Shown, Given], Any]] = {
+    "series": lambda shown, given: shown.run.series(given["name"]),
+    "samples": _page,
+    "counts": lambda shown, given: shown.index.counts(given, given["by"][0]),
+    "group": lambda shown, given: shown.run.group(given.get("kind", ["step"])[0], int(given["step"][0]), int(given["group"][0])),
+    "tokens": lambda shown, given: shown.run.tokens(int(given["step"][0]), int(given["group"][0])),
+    "timeline": lambda shown, given: shown.timeline(int(given["step"][0])),
+    "config": lambda shown, given: shown.run.config(),
+}
+"""Answers about one run, by the address below /api/."""
+
+
+class Viewer:
+    """Runs at the given places; new ones are found whenever the page asks for the list."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self._places = places
+        self._runs: dict[str, Shown] = {}
+        self._lock = threading.Lock()
+        find_runs(places)
+
+    def answer(self, what: str, given: Given) -> Any:
+        if what == "runs":
+            with self._lock:
+                for name, folder in find_runs(self._places).items():
+                    if name not in self._runs:
+                        self._runs[name] = Shown(name, folder)
+            return [shown.status() for shown in self._runs.values()]
+        if what == "metrics":
+            return meanings()
+        return ANSWERS[what](self._runs[given["run"][0]], given)
+
+    async def api(self, request: web.Request) -> web.StreamResponse:
+        given = {name: request.query.getall(name) for name in request.query}
+        try:
+            answer, status = await asyncio.to_thread(self.answer, request.match_info["what"], given), 200
+        except KeyError as error:
+            answer, status = {"error": f"{error.args[0]}: there is no such run or question, or it is not given"}, 404
+        except ValueError as error:
+            answer, status = {"error": str(error)}, 400
+        response = web.Response(body=to_json(answer, inf_nan_mode="null"), status=status, content_type="application/json")
+        response.enable_compression()
+        return response
+
+
+def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application:
+    """Server's application. On this machine's own address it answers only to local names, so that no foreign page can ask it."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        if host in LOCAL and request.url.host not in LOCAL:
+            raise web.HTTPForbidden(text=f"{request.host} is no name of this machine's own address; start with --host to allow others")
+        response = await handler(request)
+        response.headers.update(HEADERS)
+        return response
+
+    async def page(request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(PAGE / "view.html")
+
+    app = web.Application(middlewares=[guard])
+    app.router.add_get("/", page)
+    app.router.add_get("/api/{what}", Viewer(places).api)
+    app.router.add_static("/page", PAGE)
+    return app
+
+
+def serve(places: Sequence[Path], host: str, port: int) -> int:
+    """Serve until Ctrl-C; exit code."""
+    try:
+        with suppress(KeyboardInterrupt):
+            web.run_app(application(places, host), host=host, port=port, access_log=None, shutdown_timeout=1.0)
+    except (ValueError, OSError) as error:
+        remedy = "; give another --port, or --port 0 for any that is free" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""
+        sys.stderr.write(f"{error}{remedy}\n")
+        return 2
+    return 0

@@ -1,0 +1,151 @@
+"""The viewer's page in a real browser, headless Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp.test_utils import TestServer
+from support_chromium import CHROMIUM, Tab, browser
+from support_view import make_run, write_step
+
+from roll_lite.observability.view.report import write_report
+from roll_lite.observability.view.server import application
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None and not os.environ.get("CI"), reason="chromium is not installed: apt-get install chromium"),
+]
+TIDY = "document.documentElement.scrollWidth <= innerWidth"
+UNNAMED = """[...document.querySelectorAll('button, input, select, canvas, [role=img]')].filter(one => !(one.getAttribute('aria-label')
+    || one.closest('[role=img][aria-label]') || one.textContent.trim() || one.closest('label') || one.title)).map(one => one.outerHTML)"""
+
+
+@pytest.fixture
+async def tab() -> AsyncIterator[Tab]:
+    async with browser() as one:
+        yield one
+        assert one.errors == []
+
+
+@pytest.fixture
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    make_run(tmp_path / "small/first")
+    make_run(tmp_path / "small/second", steps=2, exit_state="running", seed=8)
+    async with TestServer(application([tmp_path])) as server:
+        yield str(server.make_url("/"))
+
+
+async def text(tab: Tab, selector: str = "main") -> str:
+    return str(await tab.value(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+
+
+async def test_curves_compare_runs_and_follow_a_live_one(tab: Tab, address: str, tmp_path: Path) -> None:
+    await tab.open(address)
+    await tab.until("document.querySelectorAll('.uplot').length >= 3")
+    assert "first" in await text(tab, ".u-legend") and "second" in await text(tab, ".u-legend")
+    await tab.value("document.querySelector('#runs input').click()")
+    await tab.until("!document.querySelector('.u-legend').innerText.includes('first')")
+    write_step(tmp_path / "small/second", 3)
+    await tab.until(
+        "document.querySelector('[aria-label=\"Curve of reward/mean\"] [role=img]').getAttribute('aria-label').includes('0.75')"
+    )
+    await tab.value("const add = document.getElementById('add'); add.value = 'time/train'; add.dispatchEvent(new Event('change'))")
+    await tab.until("document.querySelector('[aria-label=\"Curve of time/train\"]')")
+    assert await tab.value(TIDY) and await tab.value(UNNAMED) == []
+    assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {address.split("/")[2]}, "nothing from elsewhere"
+
+
+async def test_samples_are_filtered_read_and_never_run(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#samples?run=small/first")
+    await tab.until("document.getElementById('found')?.innerText.startsWith('26 samples')")
+    await tab.key("/")
+    await tab.value("const box = document.activeElement; box.value = 'attacked'; box.dispatchEvent(new Event('change'))")
+    await tab.until("document.getElementById('found')?.innerText.startsWith('4 samples')")
+    await tab.until("document.querySelectorAll('.sample').length === 3")
+    assert "<script>window.attacked" in await text(tab, "#detail"), "it is shown as text"
+    assert await tab.value("window.attacked === undefined && !document.querySelector('main script, main img')")
+    await tab.open(f"{address}#samples?run=small/first&domain=make&step_min=2&step_max=2")
+    await tab.until("document.querySelectorAll('.list tr[tabindex]').length === 3 && document.querySelector('.call')")
+    assert "calculator" in await text(tab, ".call") and "the tool says 4" in await text(tab, "#detail")
+    assert await tab.value(TIDY) and await tab.value(UNNAMED) == []
+
+
+async def test_keys_move_through_samples_and_tokens_are_coloured(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#samples?run=small/first&domain=add&kind=step&colour=difference")
+    await tab.until("document.querySelector('.tokens span')")
+    colours = await tab.value("[...document.querySelector('.tokens').children].map(one => [one.className, one.style.background !== ''])")
+    assert colours[:2] == [["given", False], ["given", False]] and colours[2][1], "only the policy's tokens are coloured"
+    assert "engine − trainer: -0.25" in await tab.value("document.querySelectorAll('.tokens span')[2].title")
+    modes = await tab.value("[...document.querySelectorAll('#detail option')].map(one => one.value)")
+    assert modes == ["text", "logprob", "advantage", "difference", "version"]
+    for key in ("j", "j", "k"):
+        await tab.key(key)
+    await tab.until("document.querySelector('.sample[aria-current=true]')?.getAttribute('aria-label').startsWith('Sample 1,')")
+    assert await tab.value("document.activeElement.getAttribute('aria-selected')") == "true"
+    await tab.key("ArrowDown")
+    await tab.until("document.querySelector('.sample[aria-current=true]')?.getAttribute('aria-label').startsWith('Sample 2,')")
+    assert "reward timed out" in await text(tab, ".sample[aria-current=true]"), "the cause of the failure"
+
+
+async def test_why_a_domain_moved(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#domains?run=small/first&domain=add&a=1&b=4")
+    await tab.until("document.querySelector('.notes') && document.querySelector('[aria-label^=\"Causes of failure\"]')")
+    shown = await text(tab)
+    assert "Mean score 0.2 → 0.8: +0.6" in shown and "Term base contributes +0.3" in shown and "cut at max_tokens" in shown
+    assert "Causes of failure" in shown and "by another mix" in shown
+    await tab.value("[...document.querySelectorAll('button')].find(one => one.innerText === 'Samples after').click()")
+    await tab.until("document.getElementById('found')?.innerText.startsWith('3 samples')")
+
+
+async def test_a_timeline_zooms_and_is_saved_for_perfetto(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#timeline?run=small/first&step=3")
+    await tab.until("document.querySelector('canvas.time')?.getAttribute('aria-label').endsWith('6 samples')")
+    span = float(await tab.value("document.querySelector('canvas.time').dataset.span"))
+    await tab.value("document.querySelector('canvas.time').focus()")
+    await tab.key("+")
+    assert float(await tab.value("document.querySelector('canvas.time').dataset.span")) == pytest.approx(0.7 * span, rel=0.01)
+    saved = json.loads(
+        await tab.value(
+            """new Promise(done => {
+            const make = URL.createObjectURL;
+            URL.createObjectURL = blob => { blob.text().then(done); return make(blob); };
+            document.getElementById('perfetto').click(); })"""
+        )
+    )
+    bars = [one for one in saved["traceEvents"] if one["ph"] == "X"]
+    assert {"generate", "train"} <= {one["name"] for one in bars} and all(one["ts"] >= 0 and one["dur"] > 0 for one in bars)
+    assert any("engine 1" in one["args"].get("name", "") for one in saved["traceEvents"])
+    await tab.key("]")
+    await tab.until("location.hash.includes('step=4')")
+
+
+async def test_settings_of_two_runs_are_compared_and_the_dark_page_is_dark(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#settings?run=small/first&with=small/second")
+    await tab.until("document.querySelectorAll('main tbody tr').length === 1")
+    assert "seed" in await text(tab, "main tbody") and "1 of" in await text(tab)
+    await tab.key("1")
+    await tab.until("document.querySelector('.uplot')")
+    assert await tab.value("document.getElementById('tab-curves').getAttribute('aria-selected')") == "true"
+    light = await tab.value("getComputedStyle(document.body).backgroundColor")
+    await tab.value("document.getElementById('theme').click()")
+    assert await tab.value("getComputedStyle(document.body).backgroundColor") != light
+    await tab.key("?")
+    assert await tab.value("document.getElementById('keys').open")
+
+
+async def test_a_report_works_from_the_disk(tab: Tab, tmp_path: Path) -> None:
+    path = await asyncio.to_thread(write_report, make_run(tmp_path / "small/first"))
+    await tab.open(path.as_uri())
+    await tab.until("document.querySelectorAll('.uplot').length >= 3")
+    for name, wanted in (("samples", ".sample"), ("domains", ".notes"), ("timeline", "canvas.time"), ("settings", "main tbody tr")):
+        await tab.value(f"location.hash = '{name}'")
+        await tab.until(f"document.querySelector('{wanted}')")
+    await tab.value("location.hash = 'samples?text=attacked'")
+    await tab.until("document.getElementById('found')?.innerText.startsWith('4 samples')")
+    assert await tab.value("window.attacked === undefined")
+    assert [url for url in tab.requests if not url.startswith(("file:", "data:", "about:"))] == []
