@@ -261,11 +261,11 @@ def _import(parsed: argparse.Namespace) -> int:
     try:
         conversion = Conversion(parsed.project, read_text(parsed.file), str(parsed.file))
         with parsed.out.open("x", encoding="utf-8") if parsed.out else nullcontext(sys.stdout) as file:
-            file.write(conversion.as_yaml())
+            yaml.safe_dump(conversion.config, file, sort_keys=False, allow_unicode=True, default_flow_style=None)
     except (FileExistsError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
-    sys.stderr.write("\n  - ".join([conversion.summary(), *map(str, conversion.told)]) + "\n")
+    sys.stderr.writelines(f"{problem}\n" for problem in conversion.told)
     return 0
 
 
@@ -308,9 +308,8 @@ def _parser() -> argparse.ArgumentParser:
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
-    help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
-    command = commands.add_parser("import", help=help_text, description=help_text)
-    command.add_argument("project", choices=PROJECTS, help="the other trainer")
+    command = commands.add_parser("import", help="turn another trainer's configuration into one of ours; list what has no counterpart")
+    command.add_argument("project", choices=PROJECTS)
     command.add_argument("file", type=Path, help="its YAML file, or the script or command line that starts it")
     command.add_argument("--out", type=Path, help="a new file for the configuration, in place of standard output")
     return parser
