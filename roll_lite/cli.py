@@ -266,11 +266,11 @@ def _import(parsed: argparse.Namespace) -> int:
     try:
         conversion = Conversion(parsed.project, read_text(parsed.file), str(parsed.file))
         with parsed.out.open("x", encoding="utf-8") if parsed.out else nullcontext(sys.stdout) as file:
-            file.write(conversion.as_yaml())
+            yaml.safe_dump(conversion.config, file, sort_keys=False, allow_unicode=True, default_flow_style=None)
     except (FileExistsError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
-    sys.stderr.write("\n  - ".join([conversion.summary(), *map(str, conversion.told)]) + "\n")
+    sys.stderr.writelines(f"{problem}\n" for problem in conversion.told)
     return 0
 
 

@@ -138,11 +138,8 @@ TITLES = {"roll": "ROLL", "verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
 def coming_from() -> str:
     parts = []
     for project in (*PROJECTS, "trl"):
-        entries = {key: entry for key, entry in table_of(project)["keys"].items() if "now" not in entry and key != "(all)"}
-        rows = [
-            (_keys(key, entry), ", ".join(f"`{path}`" for path in entry.get("to", ())).replace("{each}", "NAME"), _how(entry))
-            for key, entry in sorted(entries.items())
-        ]
+        entries = sorted(table_of(project)["keys"].items())
+        rows = [(_keys(key, entry), _here(entry), _how(entry)) for key, entry in entries if key != "(all)"]
         parts.append(f"## {TITLES[project]}\n\n{table((TITLES[project], 'here', ''), rows)}")
     return "\n\n".join(parts)
 
@@ -150,6 +147,11 @@ def coming_from() -> str:
 def _keys(key: str, entry: dict[str, Any]) -> str:
     former = ", ".join(f"`{one}`" for one in entry.get("was", ()))
     return f"`{key}`" + (f", also {former}" if former else "")
+
+
+def _here(entry: dict[str, Any]) -> str:
+    targets = entry.get("to", ())
+    return ", ".join(f"`{path}`" for path in ([targets] if isinstance(targets, str) else targets)).replace("{each}", "NAME")
 
 
 def _how(entry: dict[str, Any]) -> str:

@@ -2,136 +2,244 @@
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
-import yaml
+from jinja2 import TemplateError
+from jinja2.sandbox import SandboxedEnvironment
 
-from roll_lite.config.coming_from.settings import EXPANSION, FAILED, Given, evaluate, from_script, from_yaml
 from roll_lite.config.compose.yaml_source import parse_yaml
-from roll_lite.config.problems import LEFT_OUT, Problem, or_nearest
+from roll_lite.config.problems import ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.validation import validate
 
 PROJECTS = ("roll", "verl", "openrlhf")
-OUTCOMES = ("to", "always", "none")
-_ONLY_THERE = re.compile(rf"(?!\$\{{oc\.env:)(?:{EXPANSION})", re.DOTALL)
+FAILED = object()
+_EXPANSION = re.compile(
+    r"""\$\(\((?P<sum>.*?)\)\)(?!\))|\$\((?:[^()]|\([^()]*\))*\)
+    |\$(?:\{(?=\w+[:}-]))?(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?(?(default)\}|\}?)|\$\{[^}]*\}|\$[@*]""",
+    re.VERBOSE | re.DOTALL,
+)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(?P<open>\(?)(.*)", re.DOTALL)
+_ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
+_END = re.compile(r"[|&;]+|\d?[<>].*")
+_BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
 @cache
 def table_of(project: str) -> dict[str, Any]:
     """Table of a project; the head of verl.yaml explains its form."""
-    table: dict[str, Any] = parse_yaml(Path(__file__).with_name(f"{project}.yaml").read_text(encoding="utf-8"), project).data
-    keys: dict[str, dict[str, Any]] = {key: {"to": entry} if isinstance(entry, str) else entry for key, entry in table["keys"].items()}
-    keys |= {former: {**entry, "now": key} for key, entry in keys.items() for former in entry.get("was", ())}
+    table: dict[str, Any] = parse_yaml(FilePath(__file__).with_name(f"{project}.yaml").read_text(encoding="utf-8"), project).data
+    keys: dict[str, Any] = {key: {"to": entry} if isinstance(entry, str) else entry for key, entry in table["keys"].items()}
     for key, entry in keys.items():
-        if isinstance(entry.get("to"), str):
-            entry["to"] = {entry["to"]: entry.get("value", "value")}
-        entry["pattern"] = re.compile(re.escape(key).replace(r"\{name\}", "([^.]+)").replace(r"\*", ".+"))
-    table["keys"] = dict(sorted(keys.items(), key=lambda one: -len(one[0])))
+        spellings = "|".join(map(re.escape, (key, *entry.get("was", ()))))
+        entry["pattern"] = re.compile(spellings.replace(r"\{name\}", "([^.]+)").replace(r"\*", ".+"))
+        entry["key"] = "was" in entry and key
+    table["keys"] = {key: keys[key] for key in sorted(keys, key=len, reverse=True)}
     return table
 
 
 class Conversion:
-    """Result of an import: `config`; `told`, settings without counterpart and notes; `outcomes` of the settings."""
+    """Result of an import: `config`, and `told`: settings without counterpart, and notes."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
         self.config: dict[str, Any] = {}
         self.told: list[Problem] = []
-        self.outcomes: list[str] = []
-        self._file, self._sources = file, dict[str, Given]()
-        self._keys = table["keys"]
-        given = from_yaml(text, file) if file.endswith((".yaml", ".yml")) else from_script(text, file, lambda key: self._entry(key)[0])
-        found = [(one, *self._entry(one.key)) for one in given]
-        written = {entry.get("now", one.key): one.value for one, entry, _ in found}
+        self._file, self._keys, self._sources = file, table["keys"], dict[str, Given]()
+        is_yaml = file.endswith((".yaml", ".yml"))
+        given = _from_yaml(text, file) if is_yaml else _from_script(text, lambda key: "pattern" in self.entry(key)[0])
+        if not given:
+            raise ConfigError(file, [Problem(file, f"has no settings of {project}; name its YAML file, or the script that starts it")])
+        found = [(one, *self.entry(one.key)) for one in given]
+        written = {entry.get("key") or one.key: one.value for one, entry, _ in found}
         self._names = dict.fromkeys(name for *_, name in found if name) or ["main"]
-        self._scope: dict[str, Any] = {"at": (table["defaults"] | written).get, "devices": devices}
+        self._scope: dict[str, Any] = {
+            "at": (table["defaults"] | written).get,
+            "devices": lambda text: evaluate(text, list=list) if isinstance(text, str) else text,
+        }
         for name, expression in table["let"].items():
             self._scope[name] = evaluate(expression, **self._scope)
-        for key in table["defaults"]:
-            if key not in written:
-                self._convert(Given(key, table["defaults"][key], 0), *self._entry(key))
-        for row in found:
+        unwritten = [(Given(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written]
+        for row in unwritten + found:
             self._convert(*row)
         for problem in validate(self.config)[1]:
-            if (source := self._sources.get(problem.path)) and source.line:
-                self._put(problem.path, LEFT_OUT, source)
+            if source := self._sources.get(problem.path):
                 self._tell(source, f"{problem.path}: {problem.message}")
         _drop_defaults(self.config, self.config)
 
-    def as_yaml(self) -> str:
-        without_anchors = json.loads(json.dumps(self.config))
-        return yaml.safe_dump(without_anchors, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-
-    def summary(self) -> str:
-        numbers = [self.outcomes.count(one) for one in (*OUTCOMES, "unknown")]
-        return "{}: {} settings: {} converted, {} need nothing, {} have no counterpart, {} are unknown".format(
-            self._file, sum(numbers), *numbers
-        )
-
-    def _entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Entry of a key, the longest if several fit, and the name in the place of `{name}`; nothing for an unknown key."""
+    def entry(self, key: str) -> tuple[dict[str, Any], str]:
+        """Entry of a key, the longest if several fit, and the name in the place of `{name}`."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
-        return {}, ""
+        return {"none": f"is not known here{or_nearest(key, self._keys)}"}, ""
 
     def _convert(self, given: Given, entry: dict[str, Any], name: str) -> None:
-        outcome = next((one for one in OUTCOMES if one in entry), "unknown")
-        message = entry.get("note" if outcome == "to" else outcome, "")
-        if not entry:
-            message = f"is not known here{or_nearest(given.key, self._keys)}"
-        elif outcome == "to" and "when" in entry and not evaluate(entry["when"], value=given.value, **self._scope):
-            outcome, message = "always", entry.get("else", "")
-        elif outcome == "to" and (failure := self._write(given, entry, name)):
-            outcome, message = "none", failure
-        if given.line:
-            self.outcomes.append(outcome)
-            self._tell(given, message)
+        message = entry.get("always") or entry.get("none")
+        if "to" in entry:
+            is_used = evaluate(entry.get("when", "true"), value=given.value, **self._scope)
+            message = (self._write(given, entry, name) or entry.get("note")) if is_used else entry.get("else")
+        self._tell(given, message)
 
-    def _tell(self, given: Given, message: str) -> None:
-        if message:
+    def _tell(self, given: Given, message: str | None) -> None:
+        if given.line and message:
             self.told.append(Problem(given.key, message, given.value, f"{self._file}:{given.line}"))
 
     def _write(self, given: Given, entry: dict[str, Any], name: str) -> str:
         """Set the counterparts of a setting; returns what prevents it, or nothing."""
-        value, words, failure = given.value, entry.get("words"), ""
-        if value is None:
-            return ""
-        if _ONLY_THERE.search(str(value)):
-            return f"holds a part that is known there only; set {', '.join(entry['to'])}"
-        if words:
+        value, words, targets, failure = given.value, entry.get("words"), entry["to"], ""
+        if isinstance(targets, str):
+            targets = {targets: entry.get("value", "value")}
+        if re.search(r"\$(?!\{oc\.env:)", str(value)):
+            return f"holds a part that is known there only; set {', '.join(targets)}"
+        if words and value is not None:
             value = words.get(str(value).rpartition(".")[2].lower(), FAILED)
-        for path, expression in entry["to"].items():
-            converted = FAILED if value is FAILED else evaluate(expression, value=value, name=name, **self._scope)
+        for path, expression in targets.items() if value is not None else ():
+            converted = evaluate(expression, value=value, name=name, **self._scope)
             if converted is FAILED:
                 failure = f"has no counterpart; {path} may be {', '.join(words.values())}" if words else f"does not fit {path}; set that"
             for each in self._names if converted not in (None, FAILED) else ():
-                self._put(path.replace("{name}", name).replace("{each}", each), converted, given)
+                full = path.replace("{name}", name).replace("{each}", each)
+                *above, last = full.split(".")
+                section = self.config
+                for key in above:
+                    section = section.setdefault(key, {})
+                section[last], self._sources[full] = deepcopy(converted), given
         return failure
 
-    def _put(self, path: str, value: Any, source: Given) -> None:
-        section = self.config
-        *above, last = path.split(".")
-        for key in above:
-            section = section.setdefault(key, {})
-        section[last], self._sources[path] = value, source
+
+def _meaning(config: dict[str, Any]) -> object:
+    valid, problems = validate(config)
+    return valid.model_dump(warnings=False), problems
 
 
 def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
     """Drop what the configuration means without it. Device counts stay: some presets treat an explicit default differently."""
-    whole = validate(config)[0].model_dump(warnings=False)
+    whole = _meaning(config)
     for key, value in list(section.items()):
         if isinstance(value, dict):
             _drop_defaults(value, config)
         del section[key]
-        if key == "devices" or value == LEFT_OUT or not section or validate(config)[0].model_dump(warnings=False) != whole:
+        if key == "devices" or not section or _meaning(config) != whole:
             section[key] = value
 
 
-def devices(value: Any) -> Any:
-    """Device numbers of ROLL's `device_mapping`, a list or a text such as `list(range(0, 8))`."""
-    return evaluate(value, list=list) if isinstance(value, str) else value
+# ---------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Given:
+    """Setting in a file."""
+
+    key: str
+    value: Any
+    line: int
+
+
+def evaluate(expression: str, **names: Any) -> Any:
+    """Value of a Jinja expression that sees `names` only. An undefined name is None; FAILED if it cannot be computed."""
+    try:
+        return SandboxedEnvironment().compile_expression(expression)(**names)
+    except (TypeError, ArithmeticError, TemplateError):
+        return FAILED
+
+
+def _from_yaml(text: str, file: str) -> list[Given]:
+    """Settings by dotted key; `${...}` is filled in if this file has its value."""
+    source = parse_yaml(text, file)
+    if source.problems:
+        raise ConfigError(file, source.problems)
+
+    def leaves(value: Any, path: Path) -> Iterator[Given]:
+        if value and isinstance(value, dict):
+            for key, inner in value.items():
+                yield from leaves(inner, (*path, key))
+        else:
+            yield Given(dotted(path), value, source.lines[path])
+
+    settings = [*leaves(source.data, ())] if isinstance(source.data, dict) else []
+    known = {one.key: one.value for one in settings}
+    return [
+        replace(one, value=_value(_INTERPOLATION.sub(lambda name: str(known.get(name[1], name[2] or name[0])), one.value)))
+        if isinstance(one.value, str)
+        else one
+        for one in settings
+    ]
+
+
+def _from_script(text: str, is_known: Callable[[str], object]) -> list[Given]:
+    """Arguments (key=value, --key value ..., --key=value) of all commands and arrays that have a known one."""
+    found: list[Given] = []
+    for command in _commands(text):
+        start = len(found)
+        for word, line in command:
+            word = word if "(" in word else word.removesuffix(")")
+            if word in ("--", "-m"):
+                del found[start:]
+            elif match := _ARGUMENT.fullmatch(word):
+                found.append(Given(match[1] or match[2], [] if match[1] else [_value(match[3])], line))
+            elif found[start:] and word:
+                found[-1].value.append(_value(word))
+        if not any(is_known(one.key) for one in found[start:]):
+            del found[start:]
+    return [replace(one, value=one.value[0] if len(one.value) == 1 else one.value or True) for one in found]
+
+
+def _value(text: str) -> Any:
+    source = parse_yaml(text, "")
+    if source.problems or (isinstance(source.data, dict) and text[0] != "{"):
+        return text
+    return None if text == "None" else source.data
+
+
+def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
+    """Commands and arrays of a shell script: words with their lines, variables and arithmetic filled in. All branches are read."""
+    variables: dict[str, str] = {}
+    command: list[tuple[str, int]] = []
+    before, is_array = "", False
+    for number, line in enumerate(text.splitlines(), 1):
+        goes_on = line.rstrip().endswith("\\") or bool(command and line.lstrip().startswith("#"))
+        before += line.rstrip().removesuffix("\\")
+        try:
+            words = shlex.split(_filled(before, variables), comments=True)
+        except ValueError:  # a quotation that ends in a later line
+            before += "\n"
+            continue
+        before = ""
+        for word in words:
+            match = None if command else _ASSIGNMENT.fullmatch(word)
+            is_array |= bool(match and match["open"])
+            if match and not is_array:
+                variables[match[1]] = match[3]
+            elif _END.fullmatch(word):
+                yield command
+                command, is_array = [], False
+            elif command or not _BEFORE_ASSIGNMENT.fullmatch(word):
+                command.append((match[3] if match else word, number))
+        if not goes_on and (not is_array or line.rstrip().endswith(")")):
+            yield command
+            command, is_array = [], False
+    yield command
+
+
+def _filled(text: str, variables: dict[str, str]) -> str:
+    """Shell text with its expansions. What only a shell knows becomes $(...); the environment is read by ${oc.env:NAME}."""
+
+    def value(match: re.Match[str]) -> str:
+        total, name, default = match.groups()
+        if name is not None:
+            default = f"${{oc.env:{name}}}" if default is None else _filled(default, variables).strip("\"'")
+            return variables.get(name, default)
+        numbers = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[1]), total or "")
+        if re.fullmatch(r"[\d\s+*/%()-]+", numbers):
+            return str(evaluate(numbers.replace("/", "//")))
+        return "" if "@" in match[0] else "$(...)"
+
+    return _EXPANSION.sub(value, text)
