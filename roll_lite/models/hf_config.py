@@ -98,19 +98,19 @@ class HfConfig:
         # Each token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
         return self.hidden * self._columns / (self.heads * self.head_dim)
 
-    def forward_flops(self, lengths: Iterable[int], outputs: int, output_width: int | None = None) -> float:
+    def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
         """Floating-point operations of a forward pass over rows of these lengths, two for each multiplication with a weight and in
-        attention, which sees only the token itself and earlier ones. Norms, softmax and embeddings do not count. `outputs`: number of
-        tokens that reach the output layer; `output_width`: that of a value head, None for the vocabulary."""
+        attention, which sees only the token itself and earlier ones. Norms, softmax, embeddings and a value head do not count. `outputs`:
+        number of tokens that reach the output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
             tokens += length
-            pairs += near * (near + 1) // 2 + (length - near) * near
+            pairs += near * (2 * length - near + 1) // 2
         routers = 0 if self.experts is None else sum(self.experts.layers) * self.experts.count
         of_token = self.hidden * (self.layers * self._columns + routers)
         of_pair = 2 * self.layers * self.heads * self.head_dim
-        return 2 * (tokens * of_token + pairs * of_pair + outputs * self.hidden * (output_width or self.vocab_size))
+        return 2 * (tokens * of_token + pairs * of_pair + outputs * self.hidden * self.vocab_size)
 
     @property
     def _columns(self) -> float:

@@ -94,7 +94,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     supervised, notes = supervised_rows(config)
     for line in notes:
         journal.console.message(line)
-    traces = Traces(config.profile.steps, models, source, journal, apart)
+    traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, apart)
     return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised, traces)
 
 

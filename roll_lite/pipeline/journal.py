@@ -400,24 +400,26 @@ class Journal:
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
         """Record the memory of all ranks by phase, and the speed of training and forward passes."""
         for role, ranks in by_role.items():
-            for phase in dict.fromkeys(phase for rank in ranks for phase in rank.phases):
-                done = [rank.phases[phase] for rank in ranks if phase in rank.phases]
-                for kind, size in [entry for one in done for entry in one.memory.items()]:
-                    self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
+            for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
+                done = [rank[phase] for rank in ranks if phase in rank]
+                for one in done:
+                    for kind, size in one.memory.items():
+                        self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
                 if phase == "log_probs":
-                    self._speed("log_probs", role, done, ranks[0])
+                    self._speed("log_probs", role, done)
                 elif phase == "train":
-                    self._speed(role.removesuffix("_train"), None, done, ranks[0])
+                    self._speed(role.removesuffix("_train"), None, done)
 
-    def _speed(self, family: str, label: str | None, done: Sequence[PhaseWork], first: RankWork) -> None:
+    def _speed(self, family: str, label: str | None, done: Sequence[PhaseWork]) -> None:
         """Record tokens and FLOPs per second and device, by the time of the slowest rank."""
         device_seconds = len(done) * max(one.seconds for one in done)
         teraflops = sum(one.flops for one in done) / 1e12
-        self._sums.add(f"{family}/tokens_per_second", sum(one.tokens for one in done), device_seconds, label=label)
-        self._sums.add(f"{family}/tflops", teraflops, device_seconds, label=label)
-        peak = self._config.profile.peak_tflops or (first.peak_tflops if self._config.model.dtype == "bfloat16" else None)
+        totals = {"tokens_per_second": sum(one.tokens for one in done), "tflops": teraflops}
+        peak = self._config.profile.peak_tflops or (done[0].peak_tflops if self._config.model.dtype == "bfloat16" else None)
         if peak is not None:
-            self._sums.add(f"{family}/mfu", teraflops / peak, device_seconds, label=label)
+            totals["mfu"] = teraflops / peak
+        for name, total in totals.items():
+            self._sums.add(f"{family}/{name}", total, device_seconds, label=label)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
         """Count an update as done or skipped, and record its learning rate."""

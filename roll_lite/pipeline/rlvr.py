@@ -62,7 +62,7 @@ class RLVRPipeline:
         self.checkpoints = checkpoints
         self.batch_files = batch_files
         self.ptx = ptx
-        self.traces = traces or Traces([], models, source, journal)
+        self.traces = traces or Traces(models, None, journal)
         self.timers = journal.timers
         self.recovery = Recovery(config, models, source, checkpoints, journal)
         self.shaping = RewardShaping(config)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from roll_lite.config.arithmetic import generates_ahead, held_out_sampling
@@ -80,13 +79,6 @@ class BatchSource(ABC):
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
         """Stop everything at once: the run is about to end, and needs the devices to save its state."""
-
-    def start_trace(self) -> None:  # noqa: B027 (for a source with engines)
-        """Start to record the engines' processes with torch's profiler."""
-
-    def write_trace(self, folder: Path) -> dict[str, str | None]:
-        """Write the recordings. Returns what failed, by file; None if nothing."""
-        return {}
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last files and clean up."""
@@ -245,13 +237,6 @@ class LiveRollouts(BatchSource):
         self.engines.replicas.shutdown()
         for ranks in self.reward_models.clusters.values():
             ranks.shutdown()
-
-    def start_trace(self) -> None:
-        self.engines.replicas.each(InferWorker.start_trace)
-
-    def write_trace(self, folder: Path) -> dict[str, str | None]:
-        written = self.engines.replicas.each(InferWorker.write_trace, folder)
-        return {f"actor_infer-{engine}-{number}.json.gz": why for engine, whys in written.items() for number, why in enumerate(whys)}
 
     def end_ledger(self) -> None:
         self.journal.ledger.append(self.rollouts.start_one(RolloutWorker.last_ledger).result(LAST_SECONDS))

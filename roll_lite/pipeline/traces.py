@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
 
-from roll_lite.pipeline.clusters import Models
+from roll_lite.pipeline.clusters import Engines, Models
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.sources import BatchSource
+from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.model import ModelWorker
 
-FOLDER = "profiles"
 
-
+@dataclass(frozen=True)
 class Traces:
-    def __init__(self, steps: Collection[int], models: Models, source: BatchSource, journal: Journal, apart: Collection[str] = ()) -> None:
-        """`apart`: addresses of nodes that do not share the run's folder."""
-        self._steps = steps
-        self._models = models
-        self._source = source
-        self._journal = journal
-        self._apart = apart
+    models: Models
+    engines: Engines | None
+    journal: Journal
+    steps: Collection[int] = ()
+    apart: Collection[str] = ()
+    """Addresses of nodes that do not share the run's folder."""
 
     def start(self, step: int) -> None:
         """Start to record if the step is to be recorded. A repeated step is recorded anew."""
-        if step in self._steps:
-            self._source.start_trace()
-            for model in self._models.all:
-                model.ranks.all(ModelWorker.start_trace)
+        if step in self.steps:
+            self._trace_engines(None)
+            for model in self.models.all:
+                model.ranks.all(ModelWorker.trace, None)
 
     def write(self, step: int) -> None:
-        """Write the traces of a step that has ended, and say where they are."""
-        if step not in self._steps:
+        """Write the traces of a step that has ended, and say where they are and which are missing."""
+        if step not in self.steps:
             return
-        folder = (self._journal.folder / FOLDER / f"step_{step:06d}").resolve()
-        failed = self._source.write_trace(folder)
-        for model in self._models.all:
-            found = model.ranks.all(ModelWorker.write_trace, folder)
+        folder = (self.journal.folder / "profiles" / f"step_{step:06d}").resolve()
+        failed = self._trace_engines(folder)
+        for model in self.models.all:
+            found = model.ranks.all(ModelWorker.trace, folder)
             written = {f"{model.ranks.name}-{rank}.json.gz": why for rank, why in enumerate(found)}
-            model.bring_home(folder, [[] if why else [name] for name, why in written.items()], self._apart)
+            model.bring_home(folder, [[] if why else [name] for name, why in written.items()], self.apart)
             failed |= written
-        told = [f"step {step}: profiler traces are in {folder}; open them at https://ui.perfetto.dev"]
-        if self._apart:
-            told.append(f"those of engines on {', '.join(self._apart)} are there, in a folder of the same name")
-        self._journal.console.message("; ".join([*told, *(f"{name} is missing: {why}" for name, why in failed.items() if why)]))
+        missing = "".join(f"; {name} is missing: {why}" for name, why in failed.items() if why)
+        self.journal.console.message(f"step {step}: profiler traces are in {folder}; open them at https://ui.perfetto.dev{missing}")
+
+    def _trace_engines(self, folder: Path | None) -> dict[str, str]:
+        """Start the engines' recordings or write them. Returns what failed, by file."""
+        whys = self.engines.replicas.each(InferWorker.trace, folder) if self.engines is not None else {}
+        return {f"actor_infer-{engine}-{number}.json.gz": why for engine, own in whys.items() for number, why in enumerate(own)}

@@ -138,12 +138,10 @@ class InferWorker(AsyncWorker):
 
     # ------------------------------------------------------------ life
 
-    async def start_trace(self) -> None:
-        await self._of_engine(self._strategy.start_trace())
-
-    async def write_trace(self, folder: Path) -> list[str | None]:
-        """Write the profiler's recordings of the engine's workers. Returns what failed, by worker; None if nothing."""
-        return await self._of_engine(self._strategy.write_trace(str(folder / f"actor_infer-{self.rank}")))
+    async def trace(self, folder: Path | None) -> list[str]:
+        """Start to record the engine's workers with torch's profiler or, with a folder, write the recordings. Returns what failed, by
+        worker; empty texts if nothing."""
+        return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
         await self._of_engine(self._strategy.load(parts))

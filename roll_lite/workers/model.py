@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,8 +28,8 @@ from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, St
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
-from roll_lite.models.hf_config import HfConfig, read_hf_config
-from roll_lite.observability.trace_recorder import TraceRecorder
+from roll_lite.models.hf_config import read_hf_config
+from roll_lite.observability.trace_recorder import RECORDER
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
@@ -107,8 +106,9 @@ class ModelWorker(Worker):
     def __init__(self, role: ModelRole) -> None:
         super().__init__()
         self.spec = role
-        self._trace = TraceRecorder()
-        self.phases = RankPhases(f"{self.role}-{self.rank}", role.snapshots, self._loaded)
+        self.phases = RankPhases(
+            f"{self.role}-{self.rank}", role.snapshots, lambda: self.strategy.loaded if hasattr(self, "strategy") else ()
+        )
 
     def initialize(self) -> RankLayout:
         torch.manual_seed(self.spec.seed)
@@ -119,13 +119,10 @@ class ModelWorker(Worker):
         assert isinstance(strategy, TrainStrategy)
         with self.phases.explained("start"):
             strategy.initialize()
-        self.strategy = strategy
+        self.strategy, self._architecture = strategy, read_hf_config(self.spec.model.path)
         self._heads = self._make_heads_group()
         freeze_heap()
         return self.strategy.layout
-
-    def _loaded(self) -> Sequence[StateGroup]:
-        return self.strategy.loaded if hasattr(self, "strategy") else ()
 
     def load(self, groups: Sequence[StateGroup]) -> None:
         with self.phases.explained("load"):
@@ -137,12 +134,9 @@ class ModelWorker(Worker):
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
 
-    def start_trace(self) -> None:
-        self._trace.start()
-
-    def write_trace(self, folder: Path) -> str | None:
-        """Write the profiler's recording of this rank. Returns what failed; None if nothing."""
-        return self._trace.write(folder / f"{self.role}-{self.rank}.json.gz")
+    def trace(self, folder: Path | None) -> str:
+        """Start to record this rank with torch's profiler or, with a folder, write the recording. Returns what failed; empty if nothing."""
+        return RECORDER.trace(folder and folder / f"{self.role}-{self.rank}.json.gz")
 
     def take_work(self) -> RankWork:
         return self.phases.take()
@@ -267,14 +261,9 @@ class ModelWorker(Worker):
         """Count tokens and model FLOPs of a pass over the rows. A backward pass takes as many FLOPs as two forward passes."""
         layout = self.strategy.layout
         part = layout.data_size / layout.world_size
-        outputs = int(rows.ragged("response_mask").values.sum()) if "response_mask" in rows else 0
-        width = 1 if isinstance(self.spec.config, CriticRoleConfig) else None
+        outputs = 0 if isinstance(self.spec.config, CriticRoleConfig) else int(rows.ragged("response_mask").values.sum())
         work.tokens += part * int(rows.lengths.sum())
-        work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs, width)
-
-    @cached_property
-    def _architecture(self) -> HfConfig:
-        return read_hf_config(self.spec.model.path)
+        work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
         """Loss of each row of an update with a non-finite loss, from another forward pass; empty except on head ranks."""

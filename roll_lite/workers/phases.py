@@ -25,9 +25,9 @@ PEAK_TFLOPS = {
 """Dense bfloat16 TFLOP/s by a part of the device's name; the first match counts. From the makers' data sheets, without sparsity."""
 
 REMEDIES = {
-    "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute to selective or full, {role}.optimizer.on_host to true",
-    "log_probs": "lower {role}.micro_batch_tokens",
-    "sync_weights": "lower weight_sync.bucket_mb",
+    "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute: full or {role}.optimizer.on_host: true; ",
+    "log_probs": "lower {role}.micro_batch_tokens; ",
+    "sync_weights": "lower weight_sync.bucket_mb; ",
 }
 """Settings to change if a phase runs out of memory."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
@@ -36,24 +36,24 @@ SHARED = "set offload: true for roles that share the GPU, lower actor_infer.stra
 
 @dataclass
 class PhaseWork:
+    device: str | None
+    """Name of the rank's GPU; None on a CPU."""
     seconds: float = 0.0
     tokens: float = 0.0
     """Tokens, prompts included. The ranks that share a data-parallel replica each count an equal part of it; so with `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes by kind, see `memory_in_use`; the most of all times when the phase ran."""
-
-
-@dataclass(frozen=True)
-class RankWork:
-    device: str | None
-    """Name of the rank's GPU; None on a CPU."""
-    phases: dict[str, PhaseWork]
+    """Bytes: the GPU memory that torch has allocated and reserved, at its peak, and host memory at the end, "resident". The most of all
+    times when the phase ran."""
 
     @property
     def peak_tflops(self) -> float | None:
         """Peak TFLOP/s of the device in bfloat16; None if unknown."""
-        return next((peak for name, peak in PEAK_TFLOPS.items() if self.device is not None and name in self.device), None)
+        return next((peak for name, peak in PEAK_TFLOPS.items() if name in (self.device or "")), None)
+
+
+RankWork = dict[str, PhaseWork]
+"""Work of a rank, by phase."""
 
 
 class RankPhases:
@@ -65,13 +65,14 @@ class RankPhases:
         self._name = name
         self._snapshots = snapshots
         self._loaded = loaded
-        self._done: dict[str, PhaseWork] = {}
+        self._done: RankWork = {}
 
     @contextmanager
     def of(self, phase: str) -> Iterator[PhaseWork]:
         """Measure time and memory of a block. The block adds its tokens and FLOPs to the object it gets."""
-        work = self._done.setdefault(phase, PhaseWork())
-        if torch.cuda.is_available():
+        on_gpu = torch.cuda.is_available()
+        work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         try:
@@ -79,7 +80,10 @@ class RankPhases:
                 yield work
         finally:
             work.seconds += time.perf_counter() - start
-            work.memory = {kind: max(size, work.memory.get(kind, 0)) for kind, size in memory_in_use().items()}
+            memory = {"resident": psutil.Process().memory_info().rss}
+            if on_gpu:
+                memory |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            work.memory = {kind: max(size, work.memory.get(kind, 0)) for kind, size in memory.items()}
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
@@ -92,19 +96,11 @@ class RankPhases:
     def _explanation(self, phase: str, error: torch.OutOfMemoryError) -> str:
         free, total = torch.cuda.mem_get_info()
         reserved = torch.cuda.memory_reserved()
-        sizes = {
-            "reserved by torch": reserved,
-            "of these allocated": torch.cuda.memory_allocated(),
-            "other (engines, other roles, CUDA itself)": total - free - reserved,
-            "free": free,
-            "in all": total,
-        }
-        role = self._name.rpartition("-")[0]
-        remedies = [text.format(role=role) for text in (REMEDIES.get(phase), SHARED) if text is not None]
-        what = ". ".join(str(error).split(". ")[:2])  # torch's own advice follows
+        remedies = f"{REMEDIES.get(phase, '')}{SHARED}".format(role=self._name.rpartition("-")[0])
         return (
-            f"{what}, in phase {phase}, with {', '.join(self._loaded()) or 'nothing'} loaded. GB of the GPU's memory: "
-            f"{', '.join(f'{name} {size / 1e9:.2f}' for name, size in sizes.items())}. Remedies: {'; '.join(remedies)}. {self._snapshot()}"
+            f"no GPU memory is left in phase {phase}, with {', '.join(self._loaded()) or 'nothing'} loaded. Of {total / 1e9:.2f} GB torch "
+            f"has reserved {reserved / 1e9:.2f} here; engines, other roles and CUDA itself have {(total - free - reserved) / 1e9:.2f}. "
+            f"Remedies: {remedies}. {self._snapshot()}. {error}"
         )
 
     def _snapshot(self) -> str:
@@ -121,14 +117,6 @@ class RankPhases:
         )
 
     def take(self) -> RankWork:
-        """Return the work since the last call."""
+        """Return the work since the last call, by phase."""
         done, self._done = self._done, {}
-        return RankWork(torch.cuda.get_device_name() if torch.cuda.is_available() else None, done)
-
-
-def memory_in_use() -> dict[str, int]:
-    """Bytes of this process: resident host memory now, and the peaks on its GPU that torch has allocated and reserved."""
-    resident = {"resident": psutil.Process().memory_info().rss}
-    if not torch.cuda.is_available():
-        return resident
-    return {**resident, "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return done

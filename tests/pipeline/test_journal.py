@@ -23,7 +23,7 @@ from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
-from roll_lite.workers.phases import PhaseWork, RankWork
+from roll_lite.workers.phases import PhaseWork
 from roll_lite.workers.rollout_output import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,10 +100,10 @@ def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> Non
 def worked(journal: Journal, tmp_path: Path, device: str | None) -> dict[str, float]:
     """Record of two actor ranks with 6e12 FLOPs each, of which the slower one took 3 seconds, and of a reference."""
     ranks = [
-        RankWork(device, {"train": PhaseWork(seconds, tokens=600, flops=6e12, memory={"resident": size})})
+        {"train": PhaseWork(device, seconds, tokens=600, flops=6e12, memory={"resident": size})}
         for seconds, size in ((2.0, 5_000_000), (3.0, 4_000_000))
     ]
-    reference = RankWork(device, {"log_probs": PhaseWork(0.5, tokens=100, flops=1e12, memory={"resident": 1_000_000})})
+    reference = {"log_probs": PhaseWork(device, 0.5, tokens=100, flops=1e12, memory={"resident": 1_000_000})}
     with journal.step(1):
         journal.worked({"actor_train": ranks, "reference": [reference]})
     return records(tmp_path)[-1]

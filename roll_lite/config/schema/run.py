@@ -299,8 +299,8 @@ class RunConfig(Section):
 
     @rule
     def _profiled(self) -> Mistakes:
-        if beyond := [step for step in self.profile.steps if step > self.steps]:
-            yield "profile.steps", f"names step {beyond[0]}, the run ends after step {self.steps}; name steps from 1 to {self.steps}"
+        if max(self.profile.steps, default=0) > self.steps:
+            yield "profile.steps", f"the run ends after step {self.steps}; name steps from 1 to {self.steps}"
 
     @rule
     def _dumps(self) -> Mistakes:

@@ -405,11 +405,9 @@ class InferenceStrategy(ABC):
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Checksums of the named tensors (None: all), by Hugging Face name; see `checksum` in weight_sync/update.py."""
 
-    async def start_trace(self) -> None:  # noqa: B027 (for an engine that can be recorded)
-        """Start to record the engine's processes with torch's profiler."""
-
-    async def write_trace(self, prefix: str) -> list[str | None]:
-        """End the recording; each worker writes its own to PREFIX-NUMBER.json.gz. Returns what failed, by worker; None if nothing."""
+    async def trace(self, prefix: str | None) -> list[str]:
+        """Start to record the engine's workers with torch's profiler or, with a prefix, let each write its recording to
+        PREFIX-NUMBER.json.gz. Returns what failed, by worker; empty texts if nothing."""
         return []
 
     @abstractmethod

@@ -287,13 +287,9 @@ class EngineStrategy(InferenceStrategy):
             sums |= {name: f"{digest} in worker {worker}" for name, digest in told.items() if digest != answers[0][name]}
         return {**answers[0], **sums}
 
-    async def start_trace(self) -> None:
+    async def trace(self, prefix: str | None) -> list[str]:
         async with self._order:
-            await self._call_workers("roll_lite_start_trace")
-
-    async def write_trace(self, prefix: str) -> list[str | None]:
-        async with self._order:
-            return await self._call_workers("roll_lite_write_trace", prefix=prefix)
+            return await self._call_workers("roll_lite_trace", prefix=prefix)
 
     async def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
         return await self._at_length(self.make.call_workers(method, **arguments))

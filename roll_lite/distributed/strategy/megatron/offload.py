@@ -80,14 +80,15 @@ class StateMover:
             self._away.remove(group)
         self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
-    def holds(self, group: StateGroup) -> bool:
-        """True if the group is on the device or on its way to it."""
-        return group not in self._away
+    @property
+    def loaded(self) -> list[StateGroup]:
+        """Groups that are on the device or on their way to it; without an optimizer there are only weights."""
+        return [group for group in StateGroup if group not in self._away and any(True for _ in self._tensors(group))]
 
     def require(self, *groups: StateGroup) -> None:
         """Make later device work wait until the groups are loaded, since `load` copies in the background. Raises AssertionError if a group
         is still offloaded."""
-        missing = [group for group in groups if not self.holds(group)]
+        missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
             if (event := self._arriving.pop(group, None)) is not None:

@@ -262,8 +262,7 @@ class MegatronStrategy(TrainStrategy):
 
     @property
     def loaded(self) -> Sequence[StateGroup]:
-        own = StateGroup if self._optimizer is not None else (StateGroup.WEIGHTS,)
-        return [group for group in own if self._mover.holds(group)]
+        return self._mover.loaded
 
     def take_moved(self) -> Moved:
         moved, self._mover.moved = self._mover.moved, Moved()

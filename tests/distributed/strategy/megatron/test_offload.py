@@ -69,6 +69,16 @@ def test_whatever_leaves_comes_back_as_it_was(device: str) -> None:
         assert torch.equal(role.output(), undisturbed.output())
 
 
+def test_what_is_loaded_is_what_there_is_and_has_not_left() -> None:
+    """A reference has no gradients and no optimizer."""
+    role = Role("cpu")
+    role.train()
+    assert role.mover.loaded == [WEIGHTS, GRADIENTS, OPTIMIZER]
+    role.mover.offload([GRADIENTS, OPTIMIZER])
+    assert role.mover.loaded == [WEIGHTS]
+    assert StateMover(role.mover._chunks, None, torch.device("cpu")).loaded == [WEIGHTS]
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_only_what_was_written_to_is_copied_again_and_into_the_same_memory(device: str) -> None:
     role = Role(device)

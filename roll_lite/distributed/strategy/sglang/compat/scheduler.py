@@ -41,7 +41,7 @@ from roll_lite.distributed.strategy.sglang.compat.adapters import (
 from roll_lite.distributed.strategy.sglang.compat.requests import StopText
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 from roll_lite.distributed.weight_sync.update import checksum
-from roll_lite.observability.trace_recorder import TraceRecorder
+from roll_lite.observability.trace_recorder import RECORDER
 
 _PAUSED_POLL_S = 0.001
 _GREEDY_TOP_K = 1
@@ -114,17 +114,9 @@ class RolloutScheduler(Scheduler):
         held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
-    @cached_property
-    def _trace(self) -> TraceRecorder:
-        return TraceRecorder()
-
     @_by_all
-    def roll_lite_start_trace(self) -> None:
-        self._trace.start()
-
-    @_by_all
-    def roll_lite_write_trace(self, prefix: str) -> str | None:
-        return self._trace.write(Path(f"{prefix}-{get_parallel().tp_rank}.json.gz"))
+    def roll_lite_trace(self, prefix: str | None) -> str:
+        return RECORDER.trace(prefix and f"{prefix}-{get_parallel().tp_rank}.json.gz")
 
     def _held(self, names: list[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         runner = self.tp_worker.model_runner

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,7 +27,7 @@ from roll_lite.distributed.strategy.inference.processes import HOST_PID, kill_al
 from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, multiply_plainly, put_adapters
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 from roll_lite.distributed.weight_sync.update import checksum
-from roll_lite.observability.trace_recorder import TraceRecorder
+from roll_lite.observability.trace_recorder import RECORDER
 
 
 def _layers() -> Layers:
@@ -107,17 +106,9 @@ class WorkerExtension:
         adapters = self.roll_lite_adapters
         return self.roll_lite_receiver.finish(put_in_place if adapters is None else adapters.put_in_place)
 
-    @cached_property
-    def roll_lite_trace(self) -> TraceRecorder:
-        return TraceRecorder()
-
     @answering
-    def roll_lite_start_trace(self) -> None:
-        self.roll_lite_trace.start()
-
-    @answering
-    def roll_lite_write_trace(self, prefix: str) -> str | None:
-        return self.roll_lite_trace.write(Path(f"{prefix}-{self.rank}.json.gz"))
+    def roll_lite_trace(self, prefix: str | None) -> str:
+        return RECORDER.trace(prefix and f"{prefix}-{self.rank}.json.gz")
 
     @answering
     def roll_lite_drop_cache(self) -> None:
