@@ -2,7 +2,8 @@
 
 Writes a run of `--steps` x 1,000 samples as runs write them, indexes it once, and starts a new server with that index. `first` is the time
 from asking for the page to the curves and the first page of samples, as the page asks for them; filters are the medians of `--rounds`
-requests, the last of them a search through all texts that finds nothing. `ratio` is the smallest of limit / measured over all of them:
+requests, the last of them a search through all texts that finds nothing. The number of all matches, which the page asks for beside the
+list, is told too, without a limit. `ratio` is the smallest of limit / measured over all of them:
 1 second for the first content, 300 ms for a filter.
 
     .venv/bin/python bench/view.py [--steps 1000] [--rounds 5] [--quick]
@@ -114,7 +115,7 @@ def main() -> int:
                 server.terminate()
     limits = {name: FIRST_S if name == "first" else FILTER_S for name in found}
     for name, s in found.items():
-        print(f"{name:22}{1000 * s:8.0f} ms   limit {1000 * limits[name]:.0f} ms")
+        print(f"{name:26}{1000 * s:8.0f} ms   limit {1000 * limits[name]:.0f} ms")
     worst = max(s for name, s in found.items() if name != "first")
     ratio = min(limits[name] / s for name, s in found.items())
     print(
@@ -143,6 +144,7 @@ def measure(address: str, rounds: int) -> dict[str, float]:
     found["first"] += seconds(address, "api/samples", **run, count=100)
     for name, given in FILTERS.items():
         found[name] = statistics.median(seconds(address, "api/samples", **run, count=100, **given) for _ in range(rounds))
+        print(f"{name}: number of matches in {1000 * seconds(address, 'api/counts', **run, by='kind', **given):.0f} ms")
     return found
 
 

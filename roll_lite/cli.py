@@ -286,29 +286,15 @@ def _plan(config: RunConfig, parsed: argparse.Namespace) -> int:
     return answer(config, parsed.config_name, parsed)
 
 
-def _view(parsed: argparse.Namespace) -> int:
-    from roll_lite.observability.view.server import serve
+def _show(parsed: argparse.Namespace) -> int:
+    """Serve runs as web pages, or write them as reports."""
+    if parsed.command == "view":
+        from roll_lite.observability.view.server import serve
 
-    return serve(parsed.runs or [Path("runs")], parsed.host, parsed.port)
+        return serve(parsed.runs, parsed.host, parsed.port)
+    from roll_lite.observability.view.report import write_reports
 
-
-def _report(parsed: argparse.Namespace) -> int:
-    from roll_lite.observability.view.report import write_report
-    from roll_lite.observability.view.runs import find_runs
-
-    try:
-        (folder,) = find_runs([parsed.run]).values()
-        sys.stdout.write(f"{write_report(folder, parsed.out)}\n")
-    except ValueError as error:
-        several = "unpack" in str(error)
-        sys.stderr.write(f"{parsed.run}: holds several runs; name one of them\n" if several else f"{error}\n")
-        return WRONG_CONFIGURATION
-    except OSError as error:
-        if error.filename is None:
-            raise
-        sys.stderr.write(f"{error.filename}: {error.strerror}; name another file with --out\n")
-        return WRONG_CONFIGURATION
-    return 0
+    return write_reports(parsed.runs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -371,17 +357,17 @@ def _further_commands(commands: Any) -> None:
     command.add_argument("project", choices=PROJECTS, help="the other trainer")
     command.add_argument("file", type=Path, help="its YAML file, or the script or command line that starts it")
     command.add_argument("--out", type=Path, help="a new file for the configuration, in place of standard output")
-    help_text = "show runs in a web page of this machine: curves, samples, tokens, timelines, settings; live while they train"
-    view = commands.add_parser("view", help=help_text, description=help_text)
-    view.set_defaults(act=_view)
-    view.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run's folder, or one that holds runs (default: runs)")
-    view.add_argument("--host", default="127.0.0.1", help="address to listen on; others than this machine's let others read (%(default)s)")
-    view.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
-    help_text = "write a run as one HTML file, which needs nothing else"
-    report = commands.add_parser("report", help=help_text, description=help_text)
-    report.set_defaults(act=_report)
-    report.add_argument("run", type=Path, metavar="RUN", help="a run's folder, such as runs/latest")
-    report.add_argument("--out", type=Path, metavar="FILE", help="the file (default: report.html in the run's folder)")
+    for name, default, help_text in (
+        ("view", "runs", "show runs in a web page of this machine, live: curves, samples, tokens, timelines, settings"),
+        ("report", "runs/latest", "write a run as one HTML file, report.html in its folder"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.set_defaults(act=_show)
+        text = f"a run's folder, or one that holds runs (default: {default})"
+        command.add_argument("runs", nargs="*", type=Path, metavar="RUN", default=[Path(default)], help=text)
+        if name == "view":
+            command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine only)")
+            command.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
 
 
 def _init(parsed: argparse.Namespace) -> int:

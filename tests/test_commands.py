@@ -203,7 +203,6 @@ ELSEWHERE = {
     "pip check": lists_missing_packages,
     "roll-lite view runs/latest runs/tiny_grpo --port 8701   # some runs, or folders that hold runs": shows_runs,
     "roll-lite report runs/latest                            # one HTML file, runs/latest/report.html": shows_runs,
-    "roll-lite report RUN --out FILE": shows_runs,
     "python bench/gpu.py": is_a_benchmark,
     "python bench/plan.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,

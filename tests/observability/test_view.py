@@ -90,20 +90,20 @@ async def test_curves_are_columns_by_step(client: TestClient[Any, Any]) -> None:
 )
 async def test_a_filter_finds_what_it_names(client: TestClient[Any, Any], given: dict[str, Any], total: int) -> None:
     got = await answer(client, "samples", run=NAME, count=500, **given)
-    assert got["total"] == total == len(got["rows"])
+    assert total == len(got) == sum(one["count"] for one in await answer(client, "counts", run=NAME, by="kind", **given))
 
 
 async def test_pages_follow_one_another_in_the_chosen_order(client: TestClient[Any, Any]) -> None:
-    whole = (await answer(client, "samples", run=NAME, sort="response_tokens"))["rows"]
+    whole = await answer(client, "samples", run=NAME, sort="response_tokens")
     parts = [
         row
         for start in range(0, 26, 10)
-        for row in (await answer(client, "samples", run=NAME, sort="response_tokens", start=start, count=10))["rows"]
+        for row in (await answer(client, "samples", run=NAME, sort="response_tokens", start=start, count=10))
     ]
     assert parts == whole and [row["response_tokens"] for row in whole] == sorted(row["response_tokens"] for row in whole)
-    newest = (await answer(client, "samples", run=NAME))["rows"]
+    newest = await answer(client, "samples", run=NAME)
     assert [row["step"] for row in newest] == sorted((row["step"] for row in newest), reverse=True)
-    lowest = (await answer(client, "samples", run=NAME, sort="score"))["rows"]
+    lowest = await answer(client, "samples", run=NAME, sort="score")
     assert lowest[0]["score"] == 0.25 and lowest[-1]["score"] is None, "samples without a score come last"
 
 
@@ -133,7 +133,7 @@ async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any,
 
 async def test_settings_come_without_secrets(client: TestClient[Any, Any]) -> None:
     got = await answer(client, "config", run=NAME)
-    assert got["seed"] == "7" and got["domains.add.share"] == "1"
+    assert got["seed"] == 7 and got["domains"]["add"] == {"share": 1}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_settings_come_without_secrets(client: TestClient[Any, Any]) -> No
         ("samples", {"run": "../../etc"}, 404, "no such run"),
         ("nothing", {"run": NAME}, 404, "nothing: there is no such"),
         ("samples", {}, 404, "run"),
-        ("samples", {"run": NAME, "score_min": "high"}, 400, "score_min: 'high' is no number"),
+        ("samples", {"run": NAME, "score_min": "high"}, 400, "'high'"),
         ("samples", {"run": NAME, "sort": "step; DROP TABLE samples"}, 400, "is none of step"),
         ("counts", {"run": NAME, "by": 'x" FROM files --'}, 400, "is none of domain"),
         ("group", {"run": NAME, "step": "../../x", "group": 1}, 400, "../../x"),
@@ -197,19 +197,19 @@ def test_the_index_is_kept_and_follows_changed_files(runs: Path) -> None:
     index = SampleIndex(folder)
     index.refresh()
     other = SampleIndex(folder)  # in this process DuckDB shares the file
-    assert other.page({}, "-step", 0, 5)["total"] == 26
+    assert len(other.page({}, "-step", 0, 50)) == 26
     path = folder / "samples/step_000004.jsonl"
     broken = ['{"step": 4, "torn', json.dumps({**sample(4, "add", 8, 0), "score": float("nan"), "response": "\ud800"})]
     path.write_text("".join(f"{line}\n" for line in [*path.read_text().splitlines()[:2], *broken]))
     other.refresh()
-    assert other.page({"step_min": ["4"]}, "-step", 0, 5)["total"] in (2, 3), "lines that cannot be read are left out"
+    assert len(other.page({"step_min": ["4"]}, "-step", 0, 50)) in (2, 3), "lines that cannot be read are left out"
 
 
 def test_a_folder_that_cannot_be_written_to_is_shown_all_the_same(runs: Path, tmp_path: Path) -> None:
     (runs / NAME / "view.duckdb").mkdir()
     index = SampleIndex(runs / NAME)
     index.refresh()
-    assert index.page({}, "-step", 0, 5)["total"] == 26
+    assert len(index.page({}, "-step", 0, 50)) == 26
 
 
 def test_places_without_runs_are_named(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,8 +218,8 @@ def test_places_without_runs_are_named(runs: Path, tmp_path: Path, capsys: pytes
     for place in ("none", "empty"):
         assert main(["view", str(tmp_path / place)]) == 2 and main(["report", str(tmp_path / place)]) == 2
         assert capsys.readouterr().err.count(f"{tmp_path / place}: no run here; name a run's folder") == 2
-    assert main(["report", str(runs)]) == 2
-    assert "several runs" in capsys.readouterr().err
+    assert main(["report", str(runs)]) == 0
+    assert capsys.readouterr().out.count("report.html") == 2, "one for each run"
 
 
 def test_a_port_in_use_is_told_with_a_remedy(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ BATCH_BYTES = 64 << 20
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
 """Columns to filter by. `kind` is `step` or `validation`; `reward` and `advantage` are those of credit/."""
-SHOWN = """kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
-    reward, advantage, prompt, response"""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
@@ -41,10 +38,9 @@ CREDITS = """
     GROUP BY ALL"""
 NO_CREDITS = CREDITS.partition(" AS ")[0] + ' (step BIGINT, "group" BIGINT, "index" BIGINT, reward DOUBLE, advantage DOUBLE)'
 PAGE = """
-    WITH hits AS MATERIALIZED (SELECT rowid AS place, step, "group", "index", "{column}" AS ordering FROM samples WHERE {where}),
-    page AS (SELECT place FROM hits ORDER BY ordering {order}, step DESC, "group", "index" LIMIT ? OFFSET ?)
-    SELECT {shown}, (SELECT count(*) FROM hits) AS total FROM samples WHERE rowid IN (SELECT place FROM page)
-    ORDER BY "{column}" {order}, step DESC, "group", "index" """
+    SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
+        reward, advantage, prompt, response
+    FROM samples WHERE {where} ORDER BY "{column}" {order}, step DESC, "group", "index" LIMIT ? OFFSET ?"""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM samples WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -61,69 +57,71 @@ class SampleIndex:
         self._lock = threading.Lock()
         try:
             self._db = duckdb.connect(str(run / INDEX_FILE))
-            self._db.execute(SCHEMA)
-        except (duckdb.Error, OSError):  # a folder that is read only, another viewer, another version's file
+        except duckdb.Error:  # a folder that is read only, another viewer, another version's file
             self._db = duckdb.connect()
-            self._db.execute(SCHEMA)
+        self._db.execute(SCHEMA)
+        self.changes = 0
+        """Number of times that the index has changed."""
+        self._closed = False
         self.waiting = 0
         """Number of files that are not indexed yet."""
 
     def close(self) -> None:
-        self._db.close()
+        """End indexing and close the file."""
+        self._closed = True
+        self._db.interrupt()
+        with self._lock:
+            self._db.close()
 
     def refresh(self) -> None:
         """Index new and changed files; return at once if another thread does."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            known = dict(self._db.cursor().execute("SELECT file, stamp FROM files").fetchall())
-            there = {path.name: (path, self._stamp(path)) for path in (self._run / "samples").glob("*.jsonl")}
+            known = dict(self._db.cursor().execute("FROM files").fetchall())
+            there = {path.name: self._stamp(path.name) for path in (self._run / "samples").glob("*.jsonl")}
             gone = [name for name in known if name not in there]
-            new = [path for name, (path, stamp) in there.items() if known.get(name) != stamp]
-            new.sort(key=lambda path: path.stem.partition("_")[2])
-            self.waiting = len(new)
-            while new or gone:
-                batch, size = [], 0
+            new = sorted((name for name, stamp in there.items() if known.get(name) != stamp), key=lambda name: name.partition("_")[2])
+            while (new or gone) and not self._closed:
+                self.waiting = len(new)
+                batch, size = dict[str, str](), 0
                 while new and size < BATCH_BYTES:
-                    batch.append(new.pop())
-                    size += batch[-1].stat().st_size
-                self._replace([*gone, *(path.name for path in batch)], batch, {path.name: there[path.name][1] for path in batch})
-                gone, self.waiting = [], len(new)
+                    name = new.pop()
+                    batch[name] = there[name]
+                    size += (self._run / "samples" / name).stat().st_size
+                self._replace([*gone, *batch], batch)
+                gone = []
+            self.waiting = 0
+        except duckdb.InterruptException:  # closed
+            pass
         finally:
             self._lock.release()
 
-    def _replace(self, names: Sequence[str], files: Sequence[Path], stamps: Mapping[str, str]) -> None:
+    def _replace(self, names: Sequence[str], stamps: Mapping[str, str]) -> None:
+        files, credits = ([str(path) for name in stamps if (path := self._run / kind / name).exists()] for kind in ("samples", "credit"))
         cursor = self._db.cursor()
-        credits = [str(credit) for path in files if (credit := self._credit(path)).exists()]
         cursor.execute(CREDITS if credits else NO_CREDITS, [credits] if credits else [])
         cursor.begin()
         for table in ("samples", "files"):
             cursor.execute(f"DELETE FROM {table} WHERE file IN (SELECT unnest(?::VARCHAR[]))", [names])
         if files:
-            cursor.execute(f"INSERT INTO samples {READ}", [[str(path) for path in files]])
+            cursor.execute(f"INSERT INTO samples {READ}", [files])
             cursor.executemany("INSERT INTO files VALUES (?, ?)", list(stamps.items()))
         cursor.commit()
+        self.changes += 1
 
-    def _credit(self, path: Path) -> Path:
-        return self._run / "credit" / path.name
-
-    def _stamp(self, path: Path) -> str:
+    def _stamp(self, name: str) -> str:
         """Text that changes with a file of samples or its credits."""
-        found = []
-        for file in (path, self._credit(path)):
-            with suppress(FileNotFoundError):
-                found += [file.stat().st_size, file.stat().st_mtime_ns]
-        return repr(found)
+        states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
+        return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
-    def page(self, given: Given, sort: str, start: int, count: int) -> dict[str, Any]:
-        """Matching samples in the order of a column (`-`: largest first), `count` of them from number `start` on, and the number of all."""
+    def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
+        """Matching samples in the order of a column (`-`: largest first), `count` of them from number `start` on."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")
         where, values = conditions(given)
-        rows = self._rows(PAGE.format(where=where, column=column, order=order, shown=SHOWN), [*values, count, start])
-        totals = [row.pop("total") for row in rows]
-        return {"rows": rows, "total": totals[0] if rows else 0}
+        return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
         """Matching samples by the value of a column: their number, mean score, share of correct ones."""
@@ -131,10 +129,6 @@ class SampleIndex:
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}")
         where, values = conditions(given)
         return self._rows(COUNTS.format(by=by, where=where), values)
-
-    def size(self) -> int:
-        """Number of samples that are indexed."""
-        return int(self._rows("SELECT count(*) AS size FROM samples", [])[0]["size"])
 
     def spans(self, step: int) -> list[dict[str, Any]]:
         """Times of a step's samples."""
@@ -147,7 +141,7 @@ class SampleIndex:
 
 
 def conditions(given: Given) -> tuple[str, list[Any]]:
-    """SQL condition and its values for `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError for a number that is none."""
+    """SQL condition and values of `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError for a bound that is no number."""
     parts: list[str] = ["true"]
     values: list[Any] = []
     for name, wanted in given.items():
@@ -160,8 +154,5 @@ def conditions(given: Given) -> tuple[str, list[Any]]:
             values.append(wanted[0])
         elif column in NUMBERS and side in ("min", "max"):
             parts.append(f'"{column}" {">=" if side == "min" else "<="} ?')
-            try:
-                values.append(float(wanted[0]))
-            except ValueError:
-                raise ValueError(f"{name}: {wanted[0]!r} is no number") from None
+            values.append(float(wanted[0]))
     return " AND ".join(parts), values

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import re
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
 
 from roll_lite.files import write_whole
-from roll_lite.observability.view.runs import PAGE, Run, meanings
+from roll_lite.observability.metric_table import METRICS
+from roll_lite.observability.view.runs import PAGE, Run, find_runs
 
 REPORT_FILE = "report.html"
 STEPS, VALIDATIONS = 6, 2
@@ -22,13 +23,26 @@ SAMPLES = 24
 LONGEST_TEXT = 4000
 POINTS = 300
 """Points of a curve."""
-STYLES, SCRIPTS = ("uPlot.min.css", "view.css"), ("uPlot.iife.min.js", "parts.js", "view.js")
+REFERENCE = re.compile(r'<(?:link rel="stylesheet" href|script src)="page/([\w.]+)">(?:</script>)?')
+POLICY = """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';
+img-src data: blob:">"""
 
 
-def write_report(folder: Path, path: Path | None = None) -> Path:
+def write_reports(places: Sequence[Path]) -> int:
+    """Write the report of each run at these places and print its path; exit code."""
+    try:
+        for folder in find_runs(places).values():
+            sys.stdout.write(f"{write_report(folder)}\n")
+    except (ValueError, PermissionError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0
+
+
+def write_report(folder: Path) -> Path:
     """Write the report of the run in `folder`; returns its path."""
-    path = path or folder / REPORT_FILE
-    write_whole(path, _html(content(Run(f"{folder.resolve().parent.name}/{folder.resolve().name}", folder))))
+    path = folder.resolve() / REPORT_FILE
+    write_whole(path, _html(content(Run(f"{path.parent.parent.name}/{path.parent.name}", folder))))
     return path
 
 
@@ -41,7 +55,7 @@ def content(run: Run) -> dict[str, Any]:
     newest = {record["domain"]: (record["step"], record["group"]) for record in samples if record["kind"] == "step"}
     return {
         "runs": [status],
-        "metrics": meanings(),
+        "metrics": METRICS,
         "series": run.series(status["metrics"], every=max(1, len(run.records()) // POINTS)),
         "config": run.config(),
         "samples": samples,
@@ -82,13 +96,12 @@ def _shortened(value: Any) -> Any:
 
 
 def _html(data: dict[str, Any]) -> str:
-    """The page with styles, scripts and data inside; only these scripts may run."""
-    files = {name: (PAGE / name).read_text(encoding="utf-8") for name in (*STYLES, *SCRIPTS, "view.html")}
-    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(files[name].encode()).digest()).decode()}'" for name in SCRIPTS)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {hashes}"
-    text = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
-    head = [f'<meta http-equiv="Content-Security-Policy" content="{policy}">', *(f"<style>{files[name]}</style>" for name in STYLES)]
-    body = [f'<script type="application/json" id="content">{text}</script>', *(f"<script>{files[name]}</script>" for name in SCRIPTS)]
-    before, _, rest = files["view.html"].partition("<!-- styles -->")
-    middle, _, _ = rest.partition("<!-- scripts -->")
-    return "".join([before, *head, middle.partition("<!-- /styles -->")[2], *body, "\n</body>\n</html>\n"])
+    """The page with styles, scripts and data inside."""
+
+    def inside(reference: re.Match[str]) -> str:
+        text, tag = (PAGE / reference[1]).read_text(encoding="utf-8"), "style" if reference[1].endswith(".css") else "script"
+        return f"<{tag}>{text}</{tag}>"
+
+    content = to_json(data, inf_nan_mode="null").decode().replace("<", "\\u003c")
+    page = REFERENCE.sub(inside, (PAGE / "view.html").read_text(encoding="utf-8"))
+    return page.replace("<!-- content -->", f'{POLICY}<script type="application/json" id="content">{content}</script>', 1)

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
-from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.report import SUMMARY_FILE
 from roll_lite.observability.run_folder import CONFIG_FILE
 from roll_lite.observability.trackers import METRICS_FILE, for_trackers
+from roll_lite.observability.view.index import SampleIndex
 
 PAGE = Path(__file__).with_name("page")
 PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
@@ -78,9 +78,9 @@ class Run:
         known = {name: None for record in records.values() for name in record if name in names or name.startswith(prefixes)}
         return {"steps": steps, "values": {name: [records[step].get(name) for step in steps] for name in known}}
 
-    def config(self) -> dict[str, str]:
-        """Settings by their path, without secrets."""
-        return dict(_flat(for_trackers(self._config, os.environ)))
+    def config(self) -> dict[str, Any]:
+        """Settings without secrets."""
+        return for_trackers(self._config, os.environ)
 
     @cached_property
     def _config(self) -> dict[str, Any]:
@@ -131,32 +131,22 @@ class Run:
         """Phases of a step with their seconds, in the order of their starts."""
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
-    def engines(self, step: int) -> dict[int, list[Any]]:
-        """Group of a step -> first engine of each of its samples."""
+    def timeline(self, step: int) -> dict[str, Any]:
+        """Phases of a step, times of its samples, their first engines by group, and the run's processes."""
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
-        return {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
+        engines = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
+        processes = _json_file(self.folder / "processes.json") or []
+        return {"phases": self.phases(step), "spans": self.index.spans(step), "engines": engines, "processes": processes}
 
-    def processes(self) -> list[dict[str, Any]]:
-        return _json_file(self.folder / "processes.json") or []
-
-
-def meanings() -> dict[str, list[str]]:
-    """Unit and description of each metric."""
-    return {name: [metric.unit, metric.description] for name, metric in METRICS.items()}
+    @cached_property
+    def index(self) -> SampleIndex:
+        return SampleIndex(self.folder)
 
 
 def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:
     """Records of the complete lines that contain `mark`."""
     with suppress(FileNotFoundError), file.open("rb") as lines:
         yield from (json.loads(line) for line in lines if mark.encode() in line and line.endswith(b"\n"))
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value if isinstance(value, str) else json.dumps(value)
 
 
 def _json_file(file: Path) -> Any:

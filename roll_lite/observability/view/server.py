@@ -14,8 +14,8 @@ from typing import Any
 from aiohttp import web
 from pydantic_core import to_json
 
-from roll_lite.observability.view.index import SampleIndex
-from roll_lite.observability.view.runs import PAGE, Run, find_runs, meanings
+from roll_lite.observability.metric_table import METRICS
+from roll_lite.observability.view.runs import PAGE, Run, find_runs
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:",
@@ -23,46 +23,23 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 LOCAL = ("127.0.0.1", "localhost", "::1")
-MOST_ROWS = 500
-"""Samples in one answer."""
 
 Given = dict[str, list[str]]
 
 
-class Shown:
-    """A run with its index."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.run = Run(name, folder)
-        self.index = SampleIndex(folder)
-
-    def status(self) -> dict[str, Any]:
-        threading.Thread(target=self.index.refresh, daemon=True).start()
-        return {**self.run.status(), "waiting": self.index.waiting, "samples": self.index.size()}
-
-    def timeline(self, step: int) -> dict[str, Any]:
-        run = self.run
-        return {
-            "phases": run.phases(step),
-            "spans": self.index.spans(step),
-            "engines": run.engines(step),
-            "processes": run.processes(),
-        }
+def _samples(run: Run, given: Given) -> list[dict[str, Any]]:
+    start, count = (int(given.get(name, [default])[0]) for name, default in (("start", 0), ("count", 50)))
+    return run.index.page(given, given.get("sort", ["-step"])[0], start, count)
 
 
-def _page(shown: Shown, given: Given) -> dict[str, Any]:
-    start, count = (int(given.get(name, [default])[0]) for name, default in (("start", "0"), ("count", "50")))
-    return shown.index.page(given, given.get("sort", ["-step"])[0], start, min(count, MOST_ROWS))
-
-
-ANSWERS: dict[str, Callable[[Shown, Given], Any]] = {
-    "series": lambda shown, given: shown.run.series(given["name"]),
-    "samples": _page,
-    "counts": lambda shown, given: shown.index.counts(given, given["by"][0]),
-    "group": lambda shown, given: shown.run.group(given.get("kind", ["step"])[0], int(given["step"][0]), int(given["group"][0])),
-    "tokens": lambda shown, given: shown.run.tokens(int(given["step"][0]), int(given["group"][0])),
-    "timeline": lambda shown, given: shown.timeline(int(given["step"][0])),
-    "config": lambda shown, given: shown.run.config(),
+ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
+    "series": lambda run, given: run.series(given["name"]),
+    "samples": _samples,
+    "counts": lambda run, given: run.index.counts(given, given["by"][0]),
+    "group": lambda run, given: run.group(given.get("kind", [""])[0], int(given["step"][0]), int(given["group"][0])),
+    "tokens": lambda run, given: run.tokens(int(given["step"][0]), int(given["group"][0])),
+    "timeline": lambda run, given: run.timeline(int(given["step"][0])),
+    "config": lambda run, given: run.config(),
 }
 """Answers about one run, by the address below /api/."""
 
@@ -72,20 +49,27 @@ class Viewer:
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
-        self._runs: dict[str, Shown] = {}
+        self._runs: dict[str, Run] = {}
         self._lock = threading.Lock()
-        find_runs(places)
+        self.runs()
+
+    def runs(self) -> list[dict[str, Any]]:
+        """States of all runs. Their indexes are brought up to date meanwhile."""
+        with self._lock:
+            for name, folder in find_runs(self._places).items():
+                if name not in self._runs:
+                    self._runs[name] = Run(name, folder)
+                threading.Thread(target=self._runs[name].index.refresh, daemon=True).start()
+        return [{**run.status(), "waiting": run.index.waiting, "changes": run.index.changes} for run in self._runs.values()]
 
     def answer(self, what: str, given: Given) -> Any:
-        if what == "runs":
-            with self._lock:
-                for name, folder in find_runs(self._places).items():
-                    if name not in self._runs:
-                        self._runs[name] = Shown(name, folder)
-            return [shown.status() for shown in self._runs.values()]
-        if what == "metrics":
-            return meanings()
+        if what in ("runs", "metrics"):
+            return self.runs() if what == "runs" else METRICS
         return ANSWERS[what](self._runs[given["run"][0]], given)
+
+    async def close(self, _: web.Application) -> None:
+        for run in self._runs.values():
+            await asyncio.to_thread(run.index.close)
 
     async def api(self, request: web.Request) -> web.StreamResponse:
         given = {name: request.query.getall(name) for name in request.query}
@@ -114,9 +98,10 @@ def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application
     async def page(request: web.Request) -> web.StreamResponse:
         return web.FileResponse(PAGE / "view.html")
 
-    app = web.Application(middlewares=[guard])
+    viewer, app = Viewer(places), web.Application(middlewares=[guard])
+    app.on_cleanup.append(viewer.close)
     app.router.add_get("/", page)
-    app.router.add_get("/api/{what}", Viewer(places).api)
+    app.router.add_get("/api/{what}", viewer.api)
     app.router.add_static("/page", PAGE)
     return app
 

@@ -84,5 +84,5 @@ function inside(what, given) {
   const sort = given.sort || "-step", column = sort.replace("-", ""), sign = sort.startsWith("-") ? -1 : 1;
   found.sort((a, b) => sign * ((of(a, column) ?? sign * Infinity) - (of(b, column) ?? sign * Infinity)) || b.step - a.step || a.group - b.group || a.index - b.index);
   const rows = found.slice(Number(given.start || 0)).slice(0, Number(given.count || 50));
-  return { rows: rows.map(one => ({ ...one, turns: of(one, "turns"), correct: of(one, "correct"), reward: of(one, "reward"), advantage: of(one, "advantage") })), total: found.length };
+  return rows.map(one => ({ ...one, turns: of(one, "turns"), correct: of(one, "correct"), reward: of(one, "reward"), advantage: of(one, "advantage") }));
 }

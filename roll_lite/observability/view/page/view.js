@@ -17,7 +17,7 @@ function go(name, given, keep = false) {
 const run = () => state.runs.find(one => one.name === chosen().get("run")) || state.runs.at(-1);
 const shown = () => state.runs.filter(one => !state.off.has(one.name));
 const brief = one => { const [kind] = one.name.split("/"); return state.runs.filter(other => other.name.startsWith(`${kind}/`)).length > 1 ? one.name.slice(kind.length + 1) : kind; };
-const meaning = name => state.meanings[name.replace(/^domain\/.+?\/(?=[a-z_]+\/[^/]+$)/, "")] || state.meanings[name.replace(/\/[^/]+$/, "")] || ["", ""];
+const meaning = name => state.meanings[name.replace(/^domain\/.+?\/(?=[a-z_]+\/[^/]+$)/, "")] || state.meanings[name.replace(/\/[^/]+$/, "")] || { unit: "", description: "" };
 const runChoice = name => state.runs.length > 1 && select("Run", state.runs.map(one => one.name), run().name, value => go(name, { run: value }, true));
 
 // ---------------------------------------------------------------- frame
@@ -92,7 +92,7 @@ async function curves(live, current) {
         stroke: several ? color(state.runs.indexOf(one)) : domain ? color(place - (one.domains.length > 1 && by === "*" ? 1 : 0)) : "", dash: several && domain ? [2 + 3 * place, 3] : [] };
     })).filter(Boolean);
     if (!lines.some(line => line.values.some(value => value !== null))) continue;
-    const [unit, text] = meaning(metric), place = h("div", {});
+    const { unit, description: text } = meaning(metric), place = h("div", {});
     grid.append(h("section", { class: "card", "aria-label": `Curve of ${metric}` }, h("div", { class: "top" }, h("h2", {}, metric, unit && h("span", { class: "soft" }, ` (${unit})`)),
       h("button", { type: "button", "aria-label": `Remove ${metric}`, title: "Remove", onclick: () => { state.cards = state.cards.filter(one => one !== metric); draw(); } }, "×")), h("p", {}, text), place));
     plot(place, lines, unit, smooth);
@@ -135,7 +135,8 @@ async function samples(live, current) {
   const began = performance.now(), found = await ask("samples", { ...question, count }), took = performance.now() - began;
   if (!current()) return;
   const table = sampleTable(found, given, count);
-  const told = h("p", { class: "soft", id: "found", role: "status" }, `${number(found.total)} samples · ${took.toFixed(0)} ms${CONTENT ? " · a report holds some samples of some steps" : ""}`);
+  const told = h("p", { class: "soft", id: "found", role: "status" }, live ? document.getElementById("found")?.textContent : `the first ${found.length} of …`);
+  ask("counts", { ...question, by: "kind" }).then(counts => { told.textContent = `${number(counts.reduce((sum, one) => sum + one.count, 0))} samples · ${took.toFixed(0)} ms${CONTENT ? " · a report holds some samples of some steps" : ""}`; }, () => {});
   if (live && document.getElementById("found")) {
     document.getElementById("found").replaceWith(told);
     const list = main.querySelector(".list"), top = list.scrollTop, focused = list.contains(document.activeElement);
@@ -157,19 +158,19 @@ async function samples(live, current) {
   const active = document.activeElement?.id;
   main.replaceChildren(bar, told, h("div", { class: "split" }, table, detail));
   if (active === "search") document.getElementById("search").focus();
-  const at = given.get("at") || (found.rows[0] && place(found.rows[0]));
+  const at = given.get("at") || (found[0] && place(found[0]));
   if (at) await group(at, current); else detail.append(h("p", { class: "empty" }, "No sample matches. Clear the filter, or wait until samples are indexed."));
 }
 
 const place = row => `${row.kind} ${row.step} ${row.group} ${row.index}`;
 
 function sampleTable(found, given, count) {
-  const at = given.get("at") || (found.rows[0] && place(found.rows[0]));
-  const body = h("tbody", {}, found.rows.map(row => h("tr", { tabindex: place(row) === at ? 0 : -1, "aria-selected": String(place(row) === at), "data-at": place(row), onclick: event => choose(event.currentTarget),
+  const at = given.get("at") || (found[0] && place(found[0]));
+  const body = h("tbody", {}, found.map(row => h("tr", { tabindex: place(row) === at ? 0 : -1, "aria-selected": String(place(row) === at), "data-at": place(row), onclick: event => choose(event.currentTarget),
     onkeydown: event => { const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key]; if (next) { event.preventDefault(); choose(event.currentTarget[next]); } if (event.key === "Enter") choose(event.currentTarget); } },
   h("td", { class: "n" }, row.kind === "validation" ? `v${row.step}` : row.step), h("td", {}, row.domain), h("td", { class: `n ${mark(row.correct)}` }, number(row.score)), h("td", { class: "n" }, number(row.response_tokens)),
   h("td", { class: "n" }, number(row.advantage)), h("td", { class: "cut" }, row.failure ? h("span", { class: "bad" }, row.failure) : row.response.slice(0, 160)))));
-  const more = found.total > count && h("button", { type: "button", onclick: () => go("samples", { more: count / COUNT + 1 }, true) }, `Show ${COUNT} more`);
+  const more = found.length === count && h("button", { type: "button", onclick: () => go("samples", { more: count / COUNT + 1 }, true) }, `Show ${COUNT} more`);
   return h("div", { class: "card list", role: "region", "aria-label": "Samples", tabindex: -1 }, h("table", { "aria-label": "Samples; arrow keys move, the group is shown beside" }, h("thead", {}, h("tr", {}, ["step", "domain", "score", "tokens", "adv.", "response"].map((name, index) => h("th", { scope: "col", class: [0, 2, 3, 4].includes(index) ? "n" : "" }, name)))), body), more);
 }
 const mark = correct => correct === "true" || correct === true ? "good" : correct === "false" || correct === false ? "bad" : "";
@@ -297,7 +298,7 @@ async function domains(live, current) {
   const table = (title, lines) => lines.length > 0 && h("section", { class: "card", "aria-label": title }, h("h2", {}, title), h("table", {}, h("thead", {}, h("tr", {}, ["", "before", "after", "change", ""].map((name, at) => h("th", { scope: "col", class: at && at < 4 ? "n" : "" }, name)))), h("tbody", {}, lines)));
   const ofCounts = counts => [...new Set(counts.flat().map(item => item.value))].filter(value => value !== "").map(value => { const of = counts.map(list => { const item = list.find(one => one.value === value); return item ? item.count / list.reduce((sum, one) => sum + one.count, 0) : 0; }); return line(value.slice(0, 160), of, "share"); });
   main.replaceChildren(bar, h("section", { class: "card", style: "margin-bottom:12px", "aria-label": "What stands out" }, h("h2", {}, `${domain}: what stands out`), h("ul", { class: "notes" }, notes.map(note => h("li", {}, note)))),
-    h("div", { class: "grid" }, rows.map(([title, of]) => table(title, of.map(name => { const short = name.slice(prefix.length), [unit, text] = meaning(name); return line(short, pair(name), unit, text); }))),
+    h("div", { class: "grid" }, rows.map(([title, of]) => table(title, of.map(name => { const short = name.slice(prefix.length), { unit, description: text } = meaning(name); return line(short, pair(name), unit, text); }))),
       table("Causes of failure (share of samples)", ofCounts(failures)), table("Ends of responses (share of samples)", ofCounts(ends)), moved(prompts, domain, filters)));
 }
 
@@ -446,10 +447,14 @@ class Picture {
 
 // ---------------------------------------------------------------- settings
 
+// Paths and texts of all settings.
+const leaves = (tree, path = "") => tree && typeof tree === "object" && !Array.isArray(tree) && Object.keys(tree).length
+  ? Object.entries(tree).flatMap(([key, value]) => leaves(value, path ? `${path}.${key}` : key)) : [[path, typeof tree === "string" ? tree : JSON.stringify(tree)]];
+
 async function settings(live, current) {
   if (live || !state.runs.length) return;
   const given = chosen(), one = run(), other = state.runs.find(item => item.name === given.get("with")) || state.runs.find(item => item !== one) || one, same = one === other;
-  const [left, right] = await Promise.all([one, other].map(item => ask("config", { run: item.name })));
+  const [left, right] = (await Promise.all([one, other].map(item => ask("config", { run: item.name })))).map(tree => Object.fromEntries(leaves(tree)));
   if (!current()) return;
   const only = !same && given.get("all") !== "1", text = (given.get("find") || "").toLowerCase(), paths = [...new Set([...Object.keys(left), ...Object.keys(right)])];
   const differ = paths.filter(path => left[path] !== right[path]), rows = (only ? differ : paths).filter(path => `${path} ${left[path]} ${right[path]}`.toLowerCase().includes(text));
