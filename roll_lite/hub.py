@@ -79,7 +79,7 @@ def located(path: Path, kind: Kind) -> HubPath | None:
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
-    if kind != "model" or _BARE.fullmatch(text) is None or path.parent.is_dir() or kind_of(absolute_path(path)) is not None:
+    if kind != "model" or _BARE.fullmatch(text) is None or kind_of(absolute_path(path)) is not None or kind_of(path.parent) == "folder":
         return None
     try:
         return _located(text, kind)
