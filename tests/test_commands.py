@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 from docs_scheduling import IMAGES, TIMELINES
 
-from roll_lite.cli import main
-from roll_lite.config.coming_from.convert import PROJECTS
+from roll_lite.cli import PROJECTS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
