@@ -24,7 +24,6 @@ from roll_lite.config.checks.across import Check, simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.coming_from.convert import PROJECTS, Conversion
 from roll_lite.config.compose.layers import compose
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
 from roll_lite.config.loading import load_config, located
@@ -41,6 +40,8 @@ from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_not
 from roll_lite.pipeline.shortages import check_machine
 from roll_lite.rewards.registry import address_notes, check_rewards
 
+PROJECTS = ("roll", "verl", "openrlhf")
+"""Trainers whose configurations `import` reads."""
 WRONG_CONFIGURATION = 2
 """Exit code for a wrong configuration, as in argparse."""
 INTERRUPTED = 130
@@ -263,6 +264,8 @@ def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _import(parsed: argparse.Namespace) -> int:
+    from roll_lite.config.coming_from.convert import Conversion
+
     try:
         conversion = Conversion(parsed.project, read_text(parsed.file), str(parsed.file))
         with parsed.out.open("x", encoding="utf-8") if parsed.out else nullcontext(sys.stdout) as file:

@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 from docs_scheduling import IMAGES, TIMELINES
 
-from roll_lite.cli import _parser, main
-from roll_lite.config.coming_from.convert import PROJECTS
+from roll_lite.cli import PROJECTS, _parser, main
 from roll_lite.config.loading import load_config
 from roll_lite.files import CONFIGS
 

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from roll_lite.config.coming_from.convert import PROJECTS, table_of
+from roll_lite.config.coming_from.convert import table_of
 from roll_lite.config.problems import dotted, show
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
@@ -137,10 +137,10 @@ TITLES = {"roll": "ROLL", "verl": "verl", "openrlhf": "OpenRLHF", "trl": "TRL"}
 
 def coming_from() -> str:
     parts = []
-    for project in (*PROJECTS, "trl"):
+    for project, title in TITLES.items():
         entries = sorted(table_of(project)["keys"].items())
         rows = [(_keys(key, entry), _here(entry), _how(entry)) for key, entry in entries if key != "(all)"]
-        parts.append(f"## {TITLES[project]}\n\n{table((TITLES[project], 'here', ''), rows)}")
+        parts.append(f"## {title}\n\n{table((title, 'here', ''), rows)}")
     return "\n\n".join(parts)
 
 

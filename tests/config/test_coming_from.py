@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from roll_lite.cli import main
-from roll_lite.config.coming_from.convert import PROJECTS, Conversion, table_of
+from roll_lite.cli import PROJECTS, main
+from roll_lite.config.coming_from import convert
+from roll_lite.config.coming_from.convert import Conversion, table_of
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.validation import sections
@@ -114,6 +117,13 @@ def at(config: Any, path: str) -> Any:
     for key in path.split("."):
         config = config.get(key) if isinstance(config, dict) else getattr(config, key)
     return config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tables_are_read_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "table_of", cache(table_of))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +234,21 @@ def test_an_imported_file_loads(project: str, request: pytest.FixtureRequest, tm
     assert "&" not in text, "no anchors"
 
 
+def test_a_file_that_says_everything_passes_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.sh").write_text(
+        """openrlhf.cli.train_ppo_ray --pretrain examples/models/tiny --prompt_data examples/data/add_train.jsonl \\
+        --input_key prompt --label_key answer --max_samples 320 --rollout_batch_size 32 --n_samples_per_prompt 8 --train_batch_size 128 \\
+        --prompt_max_len 12 --generate_max_len 12 --advantage_estimator group_norm --init_kl_coef 0 --colocate_all_models \\
+        --actor_num_gpus_per_node 1 --vllm_num_engines 1 --remote_rm_url http://127.0.0.1:5000/get_reward"""
+    )
+    assert main(["import", "openrlhf", "run.sh", "--out", "mine.yaml"]) == 0
+    assert main(["check", "--config-name", "mine"]) == 0, capsys.readouterr().err
+    assert yaml.safe_load(capsys.readouterr().out)["steps"] == 10
+
+
 def test_what_is_not_converted_is_listed_with_line_value_and_remedy(verl: Conversion) -> None:
     told = {problem.path: str(problem) for problem in verl.told}
     assert told["trainer.balance_bach"] == (
@@ -301,11 +326,16 @@ def test_epochs_are_noted() -> None:
 
 
 def test_a_quotation_over_lines() -> None:
-    script = "X=1\npython3 -m openrlhf.cli.train_ppo_ray --pretrain 'a b' --input_template 'User: {}\nAssistant: ' --eval_steps $((X+2))"
+    script = """X=1
+MORE='--seed 3'
+MORE+=' --max_norm 2'
+python3 -m openrlhf.cli.train_ppo_ray $MORE --pretrain 'a b' --input_template 'User: {}
+Assistant: ' --eval_steps $((X+2))"""
     done = Conversion("openrlhf", script, "run.sh")
     assert done.config["domains"]["main"]["template"] == {"text": "User: {prompt}\nAssistant: "}
     assert done.config["validation"]["every"] == 3
     assert done.config["model"] == {"path": "a b"}
+    assert done.config["seed"] == 3 and done.config["actor_train"]["optimizer"]["clip_grad"] == 2
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

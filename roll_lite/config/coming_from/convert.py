@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,21 +17,19 @@ from roll_lite.config.compose.yaml_source import parse_yaml
 from roll_lite.config.problems import ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.validation import validate
 
-PROJECTS = ("roll", "verl", "openrlhf")
 FAILED = object()
 _EXPANSION = re.compile(
     r"""\$\(\((?P<sum>.*?)\)\)(?!\))|\$\((?:[^()]|\([^()]*\))*\)
     |\$(?:\{(?=\w+[:}-]))?(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?(?(default)\}|\}?)|\$\{[^}]*\}|\$[@*]""",
     re.VERBOSE | re.DOTALL,
 )
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(?P<open>\(?)(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(?P<open>\(?)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
 _END = re.compile(r"[|&;]+|\d?[<>].*")
 _BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
-@cache
 def table_of(project: str) -> dict[str, Any]:
     """Table of a project; the head of verl.yaml explains its form."""
     table: dict[str, Any] = parse_yaml(FilePath(__file__).with_name(f"{project}.yaml").read_text(encoding="utf-8"), project).data
@@ -40,7 +37,7 @@ def table_of(project: str) -> dict[str, Any]:
     for key, entry in keys.items():
         spellings = "|".join(map(re.escape, (key, *entry.get("was", ()))))
         entry["pattern"] = re.compile(spellings.replace(r"\{name\}", "([^.]+)").replace(r"\*", ".+"))
-        entry["key"] = "was" in entry and key
+        entry["key"] = key
     table["keys"] = {key: keys[key] for key in sorted(keys, key=len, reverse=True)}
     return table
 
@@ -58,16 +55,15 @@ class Conversion:
         if not given:
             raise ConfigError(file, [Problem(file, f"has no settings of {project}; name its YAML file, or the script that starts it")])
         found = [(one, *self.entry(one.key)) for one in given]
-        written = {entry.get("key") or one.key: one.value for one, entry, _ in found}
+        written = {entry["key"] if "was" in entry else one.key: one.value for one, entry, _ in found}
         self._names = dict.fromkeys(name for *_, name in found if name) or ["main"]
-        self._scope: dict[str, Any] = {
+        self._scope = {
             "at": (table["defaults"] | written).get,
             "devices": lambda text: evaluate(text, list=list) if isinstance(text, str) else text,
         }
         for name, expression in table["let"].items():
             self._scope[name] = evaluate(expression, **self._scope)
-        unwritten = [(Given(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written]
-        for row in unwritten + found:
+        for row in [(Given(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written] + found:
             self._convert(*row)
         for problem in validate(self.config)[1]:
             if source := self._sources.get(problem.path):
@@ -83,9 +79,10 @@ class Conversion:
 
     def _convert(self, given: Given, entry: dict[str, Any], name: str) -> None:
         message = entry.get("always") or entry.get("none")
-        if "to" in entry:
-            is_used = evaluate(entry.get("when", "true"), value=given.value, **self._scope)
-            message = (self._write(given, entry, name) or entry.get("note")) if is_used else entry.get("else")
+        if "to" in entry and evaluate(entry.get("when", "true"), value=given.value, **self._scope):
+            message = self._write(given, entry, name) or entry.get("note")
+        elif "to" in entry:
+            message = entry.get("else")
         self._tell(given, message)
 
     def _tell(self, given: Given, message: str | None) -> None:
@@ -205,8 +202,9 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
     command: list[tuple[str, int]] = []
     before, is_array = "", False
     for number, line in enumerate(text.splitlines(), 1):
-        goes_on = line.rstrip().endswith("\\") or bool(command and line.lstrip().startswith("#"))
-        before += line.rstrip().removesuffix("\\")
+        line = line.rstrip()
+        goes_on = line.endswith("\\") or bool(command and line.lstrip().startswith("#"))
+        before += line.removesuffix("\\")
         try:
             words = shlex.split(_filled(before, variables), comments=True)
         except ValueError:  # a quotation that ends in a later line
@@ -217,13 +215,13 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
             match = None if command else _ASSIGNMENT.fullmatch(word)
             is_array |= bool(match and match["open"])
             if match and not is_array:
-                variables[match[1]] = match[3]
+                variables[match[1]] = variables.get(match[1], "") * len(match[2]) + match[4]
             elif _END.fullmatch(word):
                 yield command
                 command, is_array = [], False
             elif command or not _BEFORE_ASSIGNMENT.fullmatch(word):
-                command.append((match[3] if match else word, number))
-        if not goes_on and (not is_array or line.rstrip().endswith(")")):
+                command.append((match[4] if match else word, number))
+        if not goes_on and (not is_array or line.endswith(")")):
             yield command
             command, is_array = [], False
     yield command
