@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from socket import create_connection
+from threading import Thread
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -119,22 +120,29 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Notes on URLs of rewards that are unreachable now. Not problems: a service may start later, or serve only other machines."""
+    """Notes on URLs of rewards that are unreachable now. Not problems: a service may start later, or serve only other machines. A name server
+    that does not answer is not waited for."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
-    with ThreadPoolExecutor() as looks:
-        found = zip(addresses.items(), looks.map(_why_silent, addresses), strict=True)
-        return [f"{path}: {address} cannot be reached from here ({why})" for (address, path), why in found if why]
+    silent: dict[str, str] = {}
+    looks = [Thread(target=_look, args=(address, silent), daemon=True) for address in addresses]
+    for look in looks:
+        look.start()
+    until = monotonic() + 2 * LOOK_S
+    for look in looks:
+        look.join(max(0.0, until - monotonic()))
+    reasons = {address: silent.get(address, "no answer yet") for address in addresses}
+    return [f"{addresses[address]}: {address} cannot be reached from here ({why})" for address, why in reasons.items() if why]
 
 
-def _why_silent(address: str) -> str:
-    """Why no connection to the address can be made; empty if one can."""
+def _look(address: str, silent: dict[str, str]) -> None:
+    """Note in `silent` why no connection to the address could be made; empty if one was."""
     parts = urlsplit(address)
     try:
         with create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S):
-            return ""
+            silent[address] = ""
     except (OSError, ValueError) as error:
-        return first_line(error)
+        silent[address] = first_line(error)
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
