@@ -120,8 +120,8 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Notes on URLs of rewards that are unreachable now. Not problems: a service may start later, or serve only other machines. A name server
-    that does not answer is not waited for."""
+    """Notes on URLs of rewards that are unreachable now. Not problems: a service may start later, or serve only other machines.
+    A name server that does not answer is not waited for."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
     silent: dict[str, str] = {}
