@@ -20,6 +20,7 @@ import pytest
 from engine_harness import Make, require
 from left_behind import Traces
 
+from roll_lite.observability.view.runs import Run as ViewedRun
 from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints, read_list
 from roll_lite.pipeline.checkpoint_files import record as record_of
 
@@ -151,6 +152,8 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
     assert "pass@2" in output
     assert summary["tokens"]["trained"] > 0
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "report.html cannot be written" not in output
+    assert_can_be_viewed(run.folder)
     assert (run.folder / "model" / "model.safetensors").stat().st_mode == (run.folder / "config.yaml").stat().st_mode
     (checkpoint,) = finished_checkpoints(run.folder)
     listed = read_list(checkpoint)
@@ -183,6 +186,19 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
 
 
 @pytest.mark.slow
+def assert_can_be_viewed(folder: Path) -> None:
+    """A report is there, every sample is indexed, and a group has its tokens."""
+    assert 'id="content"' in (folder / "report.html").read_text(encoding="utf-8")
+    viewed = ViewedRun("run", folder)
+    viewed.index.refresh()
+    lines = [line for file in (folder / "samples").glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert sum(one["count"] for one in viewed.index.counts({}, "kind")) == len(lines)
+    (sample,) = viewed.index.page({"kind": ["step"], "advantage_min": ["0"]}, "step", 0, 1)
+    (tokens,) = viewed.tokens(sample["step"], sample["group"])[sample["index"]]
+    assert "".join(tokens["texts"]).startswith(sample["prompt"]) and len(tokens["advantages"]) == len(tokens["texts"])
+    assert len(viewed.timeline(1)["spans"]) == len((folder / "samples/step_000001.jsonl").read_text().splitlines())
+
+
 def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_needs_them(start: Any) -> None:
     """PPO: actor and critic, after a warm-up of the critic."""
     offload = [f"{role}.offload=true" for role in ("actor_train", "actor_infer", "reference", "critic")]

@@ -38,9 +38,12 @@ CREDITS = """
     GROUP BY ALL"""
 NO_CREDITS = CREDITS.partition(" AS ")[0] + ' (step BIGINT, "group" BIGINT, "index" BIGINT, reward DOUBLE, advantage DOUBLE)'
 PAGE = """
+    WITH page AS (
+        SELECT rowid AS place FROM samples WHERE {where} ORDER BY "{column}" {order}, step DESC, "group", "index" LIMIT ? OFFSET ?)
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
-    FROM samples WHERE {where} ORDER BY "{column}" {order}, step DESC, "group", "index" LIMIT ? OFFSET ?"""
+    FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
+"""Texts are read for the page's rows only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM samples WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -147,8 +150,8 @@ def conditions(given: Given) -> tuple[str, list[Any]]:
     for name, wanted in given.items():
         column, _, side = name.rpartition("_")
         if name in WORDS:
-            parts.append(f'"{name}" IN (SELECT unnest(?::VARCHAR[]))')
-            values.append(wanted)
+            parts.append(f'"{name}" IN ({", ".join("?" * len(wanted))})')
+            values += wanted
         elif name == "text":
             parts.append("contains(text, lower(?))")
             values.append(wanted[0])
