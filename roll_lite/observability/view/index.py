@@ -10,6 +10,8 @@ from typing import Any
 import duckdb
 
 INDEX_FILE = "view.duckdb"
+OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
+"""Configuration of DuckDB under which it downloads nothing; JSON is built in."""
 BATCH_BYTES = 64 << 20
 """Size of the files that are indexed at once; the newest come first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
@@ -59,9 +61,9 @@ class SampleIndex:
         self._run = run
         self._lock = threading.Lock()
         try:
-            self._db = duckdb.connect(str(run / INDEX_FILE))
+            self._db = duckdb.connect(str(run / INDEX_FILE), config=OFFLINE)
         except duckdb.Error:  # a folder that is read only, another viewer, another version's file
-            self._db = duckdb.connect()
+            self._db = duckdb.connect(config=OFFLINE)
         self._db.execute(SCHEMA)
         self.changes = 0
         """Number of times that the index has changed."""
