@@ -67,7 +67,7 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables that keep libraries from reporting usage and downloading; values that the user has set win."""
+"""Environment variables that keep libraries from reporting usage and downloading."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's allocators. The first one wins."""
 KNOWS_PINNED_SIZE = (2, 13)
@@ -96,6 +96,12 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         journal.console.message(line)
     traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, apart)
     return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised, traces)
+
+
+def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`QUIET`; what the user has set wins. Where a model or data set of the hub is named, other nodes have to download it."""
+    names_hub = "hf://" in config.model_dump_json()
+    return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -177,7 +183,7 @@ class Starter:
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
 
     def spec(self, name: str, slots: list[Slot], threads: int = 1) -> ClusterSpec:
-        environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
+        environment = quiet_environment(self.config)
         if any(slot.gpus or slot.own_gpus for slot in slots):
             environment |= gpu_environment(self.config, name)
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)

@@ -15,8 +15,9 @@ from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.placement import Device, Slot
+from roll_lite.hub import HubPath
 from roll_lite.pipeline import build
-from roll_lite.pipeline.build import QUIET, Starter, trained_embeddings
+from roll_lite.pipeline.build import QUIET, Starter, quiet_environment, trained_embeddings
 from roll_lite.pipeline.sources import LiveRollouts
 from roll_lite.workers.judge import JudgeAddress
 from roll_lite.workers.model import ModelRole
@@ -25,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=SimpleNamespace(limits=SimpleNamespace(other=0.0)))
+    config = load_config("tiny_grpo", ROOT / "examples/configs")
+    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config)
     return dict(Starter.spec(starter, "actor_infer", []).env)
 
 
@@ -35,6 +37,14 @@ def test_nothing_reports_home_unless_the_user_says_so(monkeypatch: pytest.Monkey
     assert environment() == QUIET
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert environment() == QUIET | {"HF_HUB_OFFLINE": "0"}
+
+
+def test_nodes_download_only_where_the_hub_is_named() -> None:
+    config = load_config("tiny_grpo", ROOT / "examples/configs")
+    named = config.model_copy(update={"model": config.model.model_copy(update={"path": HubPath("/c/models--a--b/snapshots/" + "c" * 40)})})
+    assert quiet_environment(config, {}) == QUIET
+    assert quiet_environment(named, {}) == {name: value for name, value in QUIET.items() if name != "HF_HUB_OFFLINE"}
+    assert quiet_environment(named, {"HF_HUB_OFFLINE": "1"}) == QUIET, "the user has said so"
 
 
 SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -111,7 +121,7 @@ def test_the_critics_optimizer_and_its_number_of_updates_are_its_own(monkeypatch
     started: list[ModelRole] = []
     monkeypatch.setattr(build, "start_cluster", lambda spec, worker, role, *_: started.append(role))
     monkeypatch.setattr(build, "Model", lambda *_: None)
-    starter: Any = SimpleNamespace(config=config, placement=SimpleNamespace(slots=lambda _: []), spec=lambda *_: None)
+    starter: Any = SimpleNamespace(config=config, folder=Path(), placement=SimpleNamespace(slots=lambda _: []), spec=lambda *_: None)
     starter.model = MethodType(Starter.model, starter)
     Starter.models(starter)
     actor, reference, critic = (role.model_spec for role in started)
