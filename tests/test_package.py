@@ -101,6 +101,8 @@ def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     installed = {str(path.relative_to(site / "roll_lite")) for path in (site / "roll_lite/examples").rglob("*") if path.is_file()}
     assert not shipped - installed
+    page = Path("roll_lite/observability/view/page")
+    assert {path.name for path in (ROOT / page).iterdir()} == {path.name for path in (site / page).iterdir()}
 
 
 def test_the_bounds_of_engines_are_those_that_a_run_checks() -> None:
