@@ -66,7 +66,8 @@ def _stage_memory(config: RunConfig, model: Architecture, name: str, role: Forwa
     # One forward, one backward: a stage starts this many micro-batches (if interleaved, parts of them) before its first backward pass.
     after, virtual = strategy.pipeline_parallel - stage - 1, strategy.virtual_pipeline_parallel
     begun = after + 1 if virtual == 1 else (2 * after + (virtual - 1) * strategy.pipeline_parallel + 1) / virtual
-    training = max(found.training + ceil((min(begun, passes[-1].micro_batches) - 1) * found.kept), found.update)
+    inputs, waiting = found.inputs * passes[-1].micro_batches, ceil((min(begun, passes[-1].micro_batches) - 1) * found.kept)
+    training = inputs + max(found.training + waiting, found.update)
     return replace(found, training=training, forward=found.forward * passes[0].tokens // passes[-1].tokens)
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 from roll_lite.config.arithmetic import (
@@ -119,7 +119,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
     """Try layouts on this many devices, fastest estimate first, until enough fit."""
-    candidates: list[tuple[float, int, RunConfig]] = []
+    candidates: list[tuple[float, int, int, RunConfig]] = []
     for tensor, pipeline, context, recompute, trainers in product(
         (1, 2, 4, 8), (1, 2, 4), (1, 2), ("none", "selective", "full"), sorted({devices, devices // 2, devices // 4, 3 * devices // 4})
     ):
@@ -139,9 +139,12 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
             if copies and of_rank * (6 + 12 / copies) > device.memory_gib * GIB:
                 continue  # weights, gradients and optimizer alone are too large
             if copies and not check(one, files=False) and layout_problem(one, model) is None:
-                candidates.append((step_time(one, model, device, 10**6).estimate_s, len(candidates), one))
-    plans = (planned(one, model, device) for _, _, one in sorted(candidates)[:TRIED])
-    return list(islice((plan for plan in plans if not plan.problems), LISTED))
+                candidates.append((step_time(one, model, device, 10**6).estimate_s, -budget, len(candidates), one))
+    found: dict[float, Plan] = {}
+    for seconds, _, _, one in sorted(candidates)[:TRIED]:
+        if len(found) < LISTED and seconds not in found and not (plan := planned(one, model, device)).problems:
+            found[seconds] = plan  # of layouts that are equally fast, the one with the largest micro-batches
+    return list(found.values())
 
 
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:

@@ -63,24 +63,25 @@ class StepTime:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds of a step if all engines are always busy."""
+        """Seconds of a step without simulation. If training waits for a whole batch, it also waits for one longest response alone."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate
         ahead = self.scenario.rollout.supply != "sync" and not self.scenario.takes_turns
-        return max(generate, others) if ahead else generate + others
+        longest = max(one.max_tokens for one in self.scenario.domains) * self.scenario.rates.pass_s
+        return max(generate, others) if ahead else generate + longest + others
 
 
 def step_time(config: RunConfig, model: Architecture, device: Device, cached_tokens: int) -> StepTime:
     scenario, arithmetic, rates = scenario_of(config), derive(config), engine_rates(config, model, device)
     limits = EngineLimits(scenario.limits.slots, max(cached_tokens, 1))
     scenario = replace(scenario, rates=rates, limits=limits, steps=STEPS)
-    total = weighted = engine_s = 0.0
+    slots, total, weighted, engine_s = scenario.mean_slots, 0.0, 0.0, 0.0
     for domain, one in zip(arithmetic.domains, scenario.domains, strict=True):
         for place in range(1000):
             length, samples = min(one.max_tokens, one.lengths.draw((place + 0.5) / 1000)), float(domain.samples_per_step) / 1000
             total += samples * (one.prompt_tokens + length)
             weighted += samples * (one.prompt_tokens + length) ** 2
-            engine_s += samples * rates.work(one.prompt_tokens, round(length), scenario.mean_slots, one.prompt_tokens)
+            engine_s += samples * rates.work(one.prompt_tokens, round(length), slots, one.prompt_tokens)
     row = weighted / total  # length of the row that a token is in, on average
     phases: dict[str, PhaseTime] = {}
     for name, role in roles(config).items():
@@ -93,7 +94,7 @@ def step_time(config: RunConfig, model: Architecture, device: Device, cached_tok
     log_probs = 1 - sum(one.seconds for name, one in phases.items() if name.startswith("train")) / trainer_s
     sent = model.parameters() * number_bytes(config) / config.actor_infer.strategy.tensor_parallel
     phases["sync_weights"] = PhaseTime(0, sent, {"sending weights": sent / _speed(config, device, arithmetic.device_count)})
-    costs = {"weights": rates.pass_s / scenario.mean_slots, "arithmetic": rates.request_s, "cache": rates.cached_token_s * row / 2}
+    costs = {"weights": rates.pass_s / slots, "arithmetic": rates.request_s, "cache": rates.cached_token_s * row / 2}
     busy = engine_s / scenario.engines / sum(costs.values())
     phases["generate"] = PhaseTime(total * model.flops(row), 0, {f"engines: {name}": one * busy for name, one in costs.items()})
     trainer = TrainerModel(token_s=trainer_s / total, sync_s=phases["sync_weights"].seconds, log_probs=log_probs)
@@ -118,10 +119,12 @@ def _passes(
     compute = flops / (devices * device.tflops * 1e12 * (TRAINING if backward else FORWARD))
     budget = role.in_training[0] if isinstance(role, TrainRoleConfig) and backward else role.micro_batch_tokens
     micro_batches = max(1.0, epochs * tokens / copies / budget / max(updates, 1))
-    # A layer gathers and scatters its tokens twice: forward, backward, and in the forward pass that is computed again.
+    # A layer gathers and scatters its tokens twice: forward, backward, and in the forward pass that is computed again. Context ranks gather
+    # keys and values.
     exchanges = (4 + 2 * (strategy.recompute == "full") if backward else 2) * 2 * (strategy.tensor_parallel - 1) / strategy.tensor_parallel
     if hf.experts and strategy.expert_parallel > 1:
         exchanges += (6 if backward else 2) * hf.experts.per_token
+    exchanges += (3 if backward else 1) * (strategy.context_parallel - 1) * 2 * hf.key_value_heads * hf.head_dim / hf.hidden
     own = epochs * tokens / copies / strategy.context_parallel
     activations = exchanges * own * 2 * hf.hidden * hf.layers / strategy.pipeline_parallel
     # Gradients are summed in float32, new weights are gathered in bfloat16.

@@ -181,6 +181,8 @@ def test_phases_of_a_step() -> None:
     assert list(time.phases) == ["log_probs actor_train", "train actor_train", "sync_weights", "generate"]
     train, passes = time.phases["train actor_train"], time.phases["log_probs actor_train"].seconds
     assert train.parts["matrix products"] == pytest.approx(train.flops / (8 * 989e12 * 0.45))
+    others = sum(one.seconds for one in time.phases.values())
+    assert time.estimate_s == pytest.approx(others + 3072 * time.scenario.rates.pass_s), "the longest response comes last"
     assert train.bottleneck == "matrix products" and 0 < time.engine_share < 1
     assert time.scenario.trainer.log_probs == pytest.approx(passes / (train.seconds + passes))
 

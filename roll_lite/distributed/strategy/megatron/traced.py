@@ -159,7 +159,10 @@ def trace(
                 plan = MicroBatchPlan.of(batch.lengths, RowsAtATime(len(batch)), layout_multiples(strategy._config))
                 given = model_inputs(batch, plan, torch.device("cpu"))[0]
             inputs = sum(one.nbytes for one in _tensors([given, given.rows, given.micro_batch, given.micro_batch.columns]))
-            return replace(strategy.trace(given, meter, loss_fn, outputs), inputs=inputs)
+            found = strategy.trace(given, meter, loss_fn, outputs)
+            if not on_gpu and spec.optimizer is not None and strategy._config.distributed_optimizer:
+                found = replace(found, training=max(found.training, found.gradients))  # gloo copies all gradients to scatter their sums
+            return replace(found, inputs=inputs)
 
 
 def _tensors(holders: Sequence[Any]) -> Iterator[torch.Tensor]:
