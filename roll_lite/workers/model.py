@@ -261,7 +261,8 @@ class ModelWorker(Worker):
         """Count tokens and model FLOPs of a pass over the rows. A backward pass takes as many FLOPs as two forward passes."""
         layout = self.strategy.layout
         part = layout.data_size / layout.world_size
-        outputs = 0 if isinstance(self.spec.config, CriticRoleConfig) else int(rows.ragged("response_mask").values.sum())
+        has_logits = "response_mask" in rows and not isinstance(self.spec.config, CriticRoleConfig)
+        outputs = int(rows.ragged("response_mask").values.sum()) if has_logits else 0
         work.tokens += part * int(rows.lengths.sum())
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 

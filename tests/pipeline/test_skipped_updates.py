@@ -176,7 +176,9 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
 
     monkeypatch.setattr(RLVRPipeline, "step", step)
     layouts = [SimpleNamespace(attention_par=math.inf)]
-    ranks = SimpleNamespace(heads_scatter=heads_scatter, start_scatter=print, data_size=2, layouts=layouts)
+    ranks = SimpleNamespace(
+        name="actor_train", heads_scatter=heads_scatter, start_scatter=print, data_size=2, layouts=layouts, all=lambda _: []
+    )
     monkeypatch.setattr(Model, "shares", lambda *_: [])
     actor = Model(ranks, SimpleNamespace(offload=False), ActorWorker)  # type: ignore[arg-type]
     journal = Journal(config, folder)

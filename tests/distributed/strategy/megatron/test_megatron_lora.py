@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,13 +31,16 @@ from support_passes import forward, train_step
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from roll_lite.config.schema.models import LINEAR_LAYERS, ActorRoleConfig, LoraConfig, OptimizerConfig
+from roll_lite.config.schema.models import LINEAR_LAYERS, ActorRoleConfig, LoraConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 from roll_lite.files import FileRecord, record
+from roll_lite.models.hf_config import read_hf_config
 from roll_lite.workers.actor import AdaptedActorWorker
+from roll_lite.workers.model import ModelRole
+from roll_lite.workers.phases import RankPhases
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-2, clip_grad=76.0)
 RANK, ALPHA, STEPS = 3, 5.0, 3
@@ -466,7 +468,8 @@ def two_in_one(path: Path, adapters: Path, layout: dict[str, Any], expected: Exp
     """The actor's pass and the reference's, which is that of a model without adapters to the last bit."""
     worker = AdaptedActorWorker.__new__(AdaptedActorWorker)
     worker.strategy = started(path, CONFIG, lora=lora_of(adapters), **layout)
-    worker.spec = SimpleNamespace(config=ActorRoleConfig(micro_batch_tokens=20))  # type: ignore[assignment]
+    worker.spec = ModelRole(ModelConfig(path=path), ActorRoleConfig(micro_batch_tokens=20), total_updates=0, seed=0, deterministic=False)
+    worker.phases, worker._architecture = RankPhases("actor_train-0", Path("none")), read_hf_config(path)
     batch = shard(batch_of().select(["input_ids", "temperature", "sample"]), worker.strategy)
     columns = ["ref_log_probs", "old_log_probs", "old_entropy"]
     found = worker.forward_pass(batch, columns)

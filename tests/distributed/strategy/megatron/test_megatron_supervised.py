@@ -14,13 +14,15 @@ from support_models import load_hf
 
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.losses import PolicyGradientLossConfig
-from roll_lite.config.schema.models import OptimizerConfig, TrainRoleConfig
+from roll_lite.config.schema.models import ModelConfig, OptimizerConfig, TrainRoleConfig
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
+from roll_lite.models.hf_config import read_hf_config
 from roll_lite.workers.actor import ActorWorker
-from roll_lite.workers.model import Update
+from roll_lite.workers.model import ModelRole, Update
 from roll_lite.workers.objectives import ActorLoss
+from roll_lite.workers.phases import RankPhases
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
 COEF, WEIGHT = 0.7, 0.25
@@ -72,7 +74,9 @@ def trained(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[str,
     samples = own.tensor("sample").numpy()
     weights = np.full(len(samples), WEIGHT, dtype=np.float32)
     worker: Any = ActorWorker.__new__(ActorWorker)
-    worker.strategy, worker.spec = strategy, SimpleNamespace(config=TrainRoleConfig(train_micro_batch_tokens=20))
+    role = TrainRoleConfig(train_micro_batch_tokens=20)
+    worker.strategy, worker.spec = strategy, ModelRole(ModelConfig(path=path), role, total_updates=0, seed=0, deterministic=False)
+    worker.phases, worker._architecture = RankPhases("actor_train-0", Path("none")), read_hf_config(path)
     worker.algorithm = AlgorithmConfig(old_log_probs="current")
     worker.loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
     shares = SimpleNamespace(

@@ -14,15 +14,17 @@ from megatron_ranks import RankPool
 from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 
-from roll_lite.config.schema.models import OptimizerConfig, TrainRoleConfig
+from roll_lite.config.schema.models import ModelConfig, OptimizerConfig, TrainRoleConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
-from roll_lite.workers.model import CriticWorker, Update
+from roll_lite.models.hf_config import read_hf_config
+from roll_lite.workers.model import CriticWorker, ModelRole, Update
 from roll_lite.workers.objectives import CriticLoss
+from roll_lite.workers.phases import RankPhases
 
 # A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, clip_grad=20.0)
@@ -377,7 +379,9 @@ def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], di
     samples, masks = own.tensor("sample").numpy(), [own.ragged("response_mask").row(number)[1:] for number in range(len(own))]
     expected = {int(sample): float(0.25 * (returns[sample][mask] ** 2).sum()) for sample, mask in zip(samples, masks, strict=True)}
     worker: Any = CriticWorker.__new__(CriticWorker)
-    worker.strategy, worker.spec, worker.loss = strategy, SimpleNamespace(config=TrainRoleConfig()), CriticLoss()
+    worker.spec = ModelRole(ModelConfig(path=path), TrainRoleConfig(), total_updates=0, seed=0, deterministic=False)
+    worker.strategy, worker.loss = strategy, CriticLoss()
+    worker.phases, worker._architecture = RankPhases("critic-0", Path("none")), read_hf_config(path)
     mini_batches = [MiniBatch(epoch, samples, np.full(len(samples), 0.5, dtype=np.float32)) for epoch in range(2)]
     updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches, supervised=[]))
     return updates, expected if strategy.layout.is_head else {}
