@@ -295,7 +295,7 @@ def test_a_training_of_the_documentation_runs(command: Command, tmp_path: Path) 
 def test_the_commands_are_found() -> None:
     """The extraction itself: of each kind one that is there, and nothing that is none."""
     texts = {command.text for command in COMMANDS}
-    assert "roll-lite reward --config-name tiny_grpo --domain make" in texts, "a span"
+    assert "roll-lite reward --config-name tiny_grpo --domain add" in texts, "a span"
     assert "roll-lite check --config-path examples/domains --config-name words" in texts, "a block of bash"
     assert any(text.startswith("make demo") for text in texts), "a block without a language, with a comment"
     joined_line = next(command for command in COMMANDS if "tensor_parallel=2" in command.text)
