@@ -7,12 +7,12 @@ import io
 import json
 import pickle
 import random
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from roll_lite.config.presets import preset
+from roll_lite.data.boxes import last_boxed, plain_boxes
 from roll_lite.data.sources import Row
 from roll_lite.data.stable_hash import stable_hash
 
@@ -89,18 +89,9 @@ def _final(solution: str) -> str:
 
 
 def _boxed(solution: str) -> str:
-    r"""Content of the last \boxed{} or \fbox{}."""
-    for found in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed (?=\S)", solution))):
-        rest, depth = solution[found.end() :], 0
-        if rest[:1] != "{":  # "\boxed 5"
-            return rest.split("$")[0].strip()
-        for position, letter in enumerate(rest):
-            depth += {"{": 1, "}": -1}.get(letter, 0) if rest[position - 1 : position] != "\\" else 0
-            if depth == 0 and (answer := rest[1:position].strip()):
-                return answer
-            if depth == 0:
-                break
-    raise _Unfit("whose solution has no \\boxed answer")
+    if not (found := last_boxed(plain_boxes(solution)) or "").strip():
+        raise _Unfit("whose solution has no \\boxed answer")
+    return found.strip()
 
 
 def _text(value: Any) -> str:

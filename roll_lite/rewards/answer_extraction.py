@@ -5,17 +5,11 @@ from __future__ import annotations
 
 import re
 
+from roll_lite.data.boxes import BLANK, BOX, BOX_NAME, boxes
 from roll_lite.data.samples import FinishReason, RewardInput
 
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
-BOX = "\\boxed{"
-BRACE = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")
-ESCAPES = ("\\\\", "\\{", "\\}")
-BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
-BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
-BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Matches content of a \boxed{} that counts as empty, such as the blank in a quoted question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 MOST_BOXES = 20
@@ -64,7 +58,7 @@ def finished(sample: RewardInput) -> str:
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
     ends = [0, *(one.end() for one in SENTENCE.finditer(text)), *(one.end() for one in TAG.finditer(text) if one[1])]
-    ends += [end + 1 for _, end in _boxes(text)]
+    ends += [end + 1 for _, end in boxes(text)]
     return DISPLAY.sub(lambda one: one[0] if one.lastindex else "", text[: max(ends)])
 
 
@@ -78,40 +72,15 @@ def last_tagged(response: str) -> str | None:
     return found
 
 
-def plain_boxes(text: str) -> str:
-    return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last closed, nonempty \boxed{}."""
-    return next((text[start:end] for start, end in _boxes(text) if not BLANK.fullmatch(text, start, end)), None)
-
-
 def last_boxes(text: str) -> list[str]:
     r"""Contents of the last nonempty \boxed{} and of those before it, in order, if only commas, `and` or `or` separate them; at most
     MOST_BOXES."""
     found: list[str] = []
     before = len(text)
-    for start, end in _boxes(text):
+    for start, end in boxes(text):
         if end < before and not BLANK.fullmatch(text, start, end):
             if len(found) == MOST_BOXES or (found and not BETWEEN_BOXES.fullmatch(text, end + 1, before)):
                 break
             found.insert(0, text[start:end])
             before = start - len(BOX)
     return found
-
-
-def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Start and end of the content of each closed \boxed{}, last first."""
-    opened: list[tuple[bool, int]] = []
-    closed: list[tuple[int, int]] = []
-    for brace in BRACE.finditer(text) if BOX in text else ():
-        if brace[0] in ESCAPES:
-            continue
-        if brace[0] != "}":
-            opened.append((brace[0] == BOX, brace.end()))
-        elif opened:
-            is_box, start = opened.pop()
-            if is_box:
-                closed.append((start, brace.start()))
-    return sorted(closed, reverse=True)

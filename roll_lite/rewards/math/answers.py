@@ -6,7 +6,8 @@ import re
 import string
 from typing import Literal
 
-from roll_lite.rewards.answer_extraction import HAN, last_boxes, last_tagged, plain_boxes
+from roll_lite.data.boxes import plain_boxes
+from roll_lite.rewards.answer_extraction import HAN, last_boxes, last_tagged
 from roll_lite.rewards.math.equality import NUMERAL, sides
 from roll_lite.rewards.math.quantities import DELIMITED, KNOWN, D, quantity, unwrapped
 

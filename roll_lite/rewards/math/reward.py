@@ -14,8 +14,9 @@ from pydantic import Field
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.boxes import plain_boxes
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import finished, last_boxes, plain_boxes
+from roll_lite.rewards.answer_extraction import finished, last_boxes
 from roll_lite.rewards.base import RewardFailed, RewardType, too_slow, written
 from roll_lite.rewards.math import equality
 from roll_lite.rewards.math.answers import Extract, find_answer, is_formula, without_form, words

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from roll_lite.data.boxes import last_boxed, plain_boxes
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import finished, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
+from roll_lite.rewards.answer_extraction import finished, last_boxes, last_tagged, narrow
 from roll_lite.rewards.base import RewardFailed, RewardType, written
 
 ALPHABET = string.ascii_uppercase

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from rewards.math.odd_responses import NUMBERS, ODD_ANSWERS, ODD_REFERENCES, OTHERS, chains, mixtures
 
 from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.data.boxes import plain_boxes
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math import MathReward
 from roll_lite.rewards.math.answers import Extract
