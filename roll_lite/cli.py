@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from importlib.metadata import version
@@ -283,10 +284,12 @@ def _plan(config: RunConfig, parsed: argparse.Namespace) -> int:
         return WRONG_CONFIGURATION
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planning must not take memory of GPUs that others may use
     try:
-        from roll_lite.planning.report import answer
+        with warnings.catch_warnings(action="ignore"):  # of Megatron-Core, about packages for GPUs
+            from roll_lite.planning.report import answer
+
+            return answer(config, parsed.config_name, parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
-    return answer(config, parsed.config_name, parsed)
 
 
 def _show(parsed: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 Sleep = Literal["never", "with_copy", "without_copy"]
-"""Whether engines are ever offloaded, and whether their weights are then copied to the host or dropped."""
+"""Offloading of engines: never, with a copy of their weights in host memory, or without one."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
 
 
 def sleep_of_engines(config: RunConfig) -> Sleep:
-    """What an offload does with the engines' weights. They are dropped if weight updates send whole models: one then follows each load."""
+    """Engines keep no copy of offloaded weights if weight updates send whole models, since an update then follows every load."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"

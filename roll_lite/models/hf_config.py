@@ -107,10 +107,13 @@ class HfConfig:
             near = min(length, self.window or length)
             tokens += length
             pairs += near * (2 * length - near + 1) // 2
+        return tokens * self.token_flops(pairs / max(tokens, 1)) + 2 * outputs * self.hidden * self.vocab_size
+
+    def token_flops(self, seen: float) -> float:
+        """Those of one token without the output layer, if it sees `seen` tokens."""
         routers = 0 if self.experts is None else sum(self.experts.layers) * self.experts.count
-        of_token = self.hidden * (self.layers * self._columns + routers)
-        of_pair = 2 * self.layers * self.heads * self.head_dim
-        return 2 * (tokens * of_token + pairs * of_pair + outputs * self.hidden * self.vocab_size)
+        of_weights = self.hidden * (self.layers * self._columns + routers)
+        return 2 * (of_weights + 2 * seen * self.layers * self.heads * self.head_dim)
 
     @property
     def _columns(self) -> float:

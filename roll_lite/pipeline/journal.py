@@ -36,7 +36,6 @@ from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LiveP
 from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
-from roll_lite.observability.view.report import REPORT_FILE, write_report
 from roll_lite.pipeline.checkpoint_files import resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
@@ -494,9 +493,11 @@ class Journal:
         self._picture.close()
         self._draw()
         try:
+            from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
+
             write_report(self.folder)
         except Exception as error:  # the run itself is complete
-            self.console.message(f"{REPORT_FILE} cannot be written: {type(error).__name__}: {error}")
+            self.console.message(f"report.html cannot be written: {type(error).__name__}: {error}")
         self.console.finish(accuracy, held_out, self.health.findings.values())
         for (place, _), (times, first) in self._told.items():
             if times > 1:

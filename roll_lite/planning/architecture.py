@@ -6,9 +6,10 @@ import json
 import re
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from roll_lite.hub import written
 from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
@@ -34,11 +35,11 @@ class Architecture:
     def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
         """Floating-point operations per token of a row of `length` tokens in a forward pass; with `backward`, in training."""
         hf = self.hf
-        attention = sum(self._attention(1) for _ in range(hf.layers)) + hf.layers * hf.heads * hf.head_dim * length
-        feed_forward = sum(self._feed_forward(layer) for layer in range(hf.layers))
-        again = {"none": 0, "selective": feed_forward, "full": attention + feed_forward}[recompute]
-        head = hf.vocab_size * hf.hidden * (4 / 3 if backward else 1)  # training computes the logits twice
-        return 2 * ((3 if backward else 1) * (attention + feed_forward + head) + (again if backward else 0))
+        layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
+        if not backward:
+            return layers + head
+        again = {"none": 0.0, "selective": 2.0 * sum(map(self._feed_forward, range(hf.layers))), "full": layers}[recompute]
+        return 3 * layers + 4 * head + again  # the logits are computed twice
 
     def cache_bytes(self, bytes_per_number: int = 2) -> int:
         """Bytes of the KV cache per token, over all ranks."""
@@ -64,11 +65,12 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    for name in [folder.name] if named is not None else [folder.name, configuration]:
+    meant = named or written(path).partition("?")[0]
+    for name in [PurePath(meant).name, *([] if named is not None else [configuration])]:
         found = [one for one in table if _letters(name).startswith(_letters(one.partition("/")[2]))]
         if found:
             return of_config(max(found, key=len), table[max(found, key=len)])
-    where = f"--model {named}" if named is not None else f"model.path = {path}"
+    where = f"--model {named}" if named is not None else f"model.path = {meant}"
     raise ValueError(f"{where}: no config.json there, and no known model of that name; give --model a folder, or one of {', '.join(table)}")
 
 

@@ -15,6 +15,7 @@ from roll_lite.planning.memory import number_bytes
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.scenario import Scenario, TrainerModel, scenario_of
 from roll_lite.simulator.simulation import SimulatedRun, simulate
+from roll_lite.workers.phases import PEAK_TFLOPS
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Device:
     """To other nodes, with an adapter for each device."""
 
 
-DEVICES = {name: Device(**one) for name, one in json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8")).items()}
+_TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
 """Fractions of the peaks that are reached: training; passes forward, and prefill; reading device memory; links and network."""
 LAYER_S = 12e-6

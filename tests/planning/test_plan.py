@@ -12,13 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roll_lite.cli import main
+from roll_lite.cli import _parser, main
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.base import ModelSpec
 from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
 from roll_lite.files import CONFIGS
+from roll_lite.hub import located
 from roll_lite.planning.architecture import TABLE, Architecture, find, of_config
 from roll_lite.planning.memory import GIB, by_phase, cached_tokens, engine_memory, memory_of_roles, rows
 from roll_lite.planning.report import _problems, layout_problem
@@ -78,6 +79,20 @@ def test_the_table_gives_transformers_the_same_model(name: str) -> None:
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     assert sum(one.numel() for one in built.parameters()) == of_config(name, raw).parameters()
+
+
+def test_models_named_as_on_the_hub_are_found_without_a_network() -> None:
+    run = load_config("gsm8k_0.5b_grpo", CONFIGS, files=False)
+    assert find(run.model.path, "mine", None).name == "Qwen/Qwen2.5-0.5B"
+    with pytest.raises(ValueError, match="model.path = hf://acme/unknown: no config.json there"):
+        find(located(Path("hf://acme/unknown"), "model") or Path(), "mine", None)
+
+
+def test_the_command_offers_the_devices_of_the_table() -> None:
+    for name in DEVICES:
+        assert _parser().parse_args(["plan", "--config-name", "tiny_grpo", "--device", name]).device == name
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["plan", "--config-name", "tiny_grpo", "--device", "H1000"])
 
 
 def test_the_cache_of_a_token() -> None:

@@ -71,7 +71,8 @@ class Conversion:
         _drop_defaults(self.config, self.config)
 
     def entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Entry of a key, the longest if several fit, and the name in the place of `{name}`."""
+        """Find the table's entry for a key: of several that fit, the one with the longest pattern. Returns it with the text that stands for
+        `{name}`."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
