@@ -112,7 +112,7 @@ def test_no_value_takes_long_to_read(sent: Any) -> None:
     started = time.thread_time()
     with pytest.raises(ValueError):
         decode(sent)
-    assert time.thread_time() - started < 6
+    assert time.thread_time() - started < 2
 
 
 def test_plain_values_are_read() -> None:

@@ -130,10 +130,10 @@ def test_one_run_takes_no_time(name: str, run: str) -> None:
 
 
 def _takes_no_time(name: str, text: str) -> None:
-    """A check that takes time squared would take minutes here."""
+    follows(name, "Its tables are read by now.", FITTING.get(name, {}))
     started = time.thread_time()
     follows(name, text, FITTING.get(name, {}))
-    assert time.thread_time() - started < 5
+    assert time.thread_time() - started < 1
 
 
 @pytest.mark.parametrize(
