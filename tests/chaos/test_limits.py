@@ -70,7 +70,6 @@ def read_only() -> Iterator[list[Path]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["checkpoints", "samples", "."])
 def test_a_folder_that_becomes_read_only_is_named_and_the_last_checkpoint_stays(tmp_path: Path, name: str, read_only: list[Path]) -> None:
     require("vllm")

@@ -102,6 +102,7 @@ async def assert_follows(
     return plan
 
 
+@pytest.mark.one_in(2)
 async def test_an_engine_follows_a_trainer_in_two_stages(engine: Harness, ranks: RankPool, tmp_path: Path) -> None:
     plan = await assert_follows(engine, ranks, tmp_path, {"pipeline_parallel": 2})
     assert plan.trainers == (0, 1)

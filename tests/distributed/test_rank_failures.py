@@ -162,6 +162,7 @@ def test_the_limit_of_a_phase_names_its_setting(ray_local: object) -> None:
         cluster.all(Service.forever)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("worker", [pytest.param(Adder, marks=pytest.mark.nightly), Service])
 def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker: type[Adder] | type[Service]) -> None:
     busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)

@@ -234,6 +234,7 @@ def test_workers_have_the_drivers_priority(ray_local: object) -> None:
     assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
 
 
+@pytest.mark.nightly
 def test_a_process_can_have_one_session_after_another() -> None:
     program = """
         from roll_lite.config.schema.run import RayConfig

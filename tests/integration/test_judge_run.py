@@ -17,6 +17,7 @@ ARGS = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ def audited(folder: Path) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.nightly
 def test_a_synchronous_run_adds_up(tmp_path: Path) -> None:
     require("vllm")
     folder = run(tmp_path, "steps=2")
@@ -77,6 +76,7 @@ def test_a_synchronous_run_adds_up(tmp_path: Path) -> None:
         assert same == tuple(sample[name] for name in ("domain", "epoch", "prompt_uid", "step", "score"))
 
 
+@pytest.mark.nightly
 def test_an_asynchronous_run_with_a_filter_adds_up_over_a_kill(tmp_path: Path) -> None:
     require("vllm")
     first = killed(tmp_path, STEPS - 3, f"steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", *ASYNC, *PASSES)

@@ -72,6 +72,7 @@ def test_a_recipe_runs(recipe: str, recipe_runs: Runs) -> None:
     assert steps[-1]["sync/version"] == 2, "every step has moved the policy"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_whole_distributions_kept_tokens_and_corrections_go_through_a_run(tmp_path: Path) -> None:
     """Exact KL in reward and loss, truncated sampling with its keep mask, a mismatch correction, adaptive coefficients, two ranks."""

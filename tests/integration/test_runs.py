@@ -153,6 +153,9 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
     assert summary["tokens"]["trained"] > 0
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "report.html cannot be written" not in output
+    command = [sys.executable, "-I", "-S", "examples/audit.py", run.folder]
+    audit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "steps: 2; 2 actor trained, 2 updates" in audit.stdout, audit.stdout + audit.stderr
     assert_can_be_viewed(run.folder)
     assert (run.folder / "model" / "model.safetensors").stat().st_mode == (run.folder / "config.yaml").stat().st_mode
     (checkpoint,) = finished_checkpoints(run.folder)
@@ -199,6 +202,7 @@ def assert_can_be_viewed(folder: Path) -> None:
     assert len(viewed.timeline(1)["spans"]) == len((folder / "samples/step_000001.jsonl").read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_needs_them(start: Any) -> None:
     """PPO: actor and critic, after a warm-up of the critic."""
     offload = [f"{role}.offload=true" for role in ("actor_train", "actor_infer", "reference", "critic")]
@@ -224,6 +228,14 @@ def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_
         assert record["offload/out_megabytes/reference"] == 0, "its weights have been on the host since the start"
         assert 0 < record["offload/out_megabytes/actor_train"] < record["offload/freed_megabytes/actor_train"]
     assert (run.folder / "critic" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_an_exported_critic_begins_another_run(start: Any) -> None:
+    run = start("tiny_ppo", *SMALL, "steps=1", "algorithm.critic_warmup_steps=0")
+    code, output = run.finish()
+    assert code == 0, output
     exported = f"critic.path={run.folder / 'critic'}"
     again = start("tiny_ppo", *SMALL, "steps=1", "critic.init=path", exported, "algorithm.critic_warmup_steps=0")
     code, output = again.finish()

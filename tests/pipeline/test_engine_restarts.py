@@ -145,6 +145,7 @@ def house(
             WATCH.errands.clear()
 
 
+@pytest.mark.nightly
 def test_a_successor_serves_once_it_is_handed_over(model: ModelConfig, tmp_path: Path) -> None:
     with house(model, tmp_path, 2) as made:
         assert made.batch(1) == 32
@@ -169,6 +170,7 @@ def test_a_batch_waits_for_the_successor_of_the_only_engine_which_starts_while_t
         assert len(batch.result().rows) == 32
 
 
+@pytest.mark.nightly
 def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: ModelConfig, tmp_path: Path) -> None:
     with house(model, tmp_path, 2) as made:
         made.kill(0)
@@ -182,6 +184,7 @@ def test_a_newcomer_that_dies_before_it_serves_gets_a_successor_too(model: Model
         assert made.record.told == ["0 lost", "0 returned with 1"] and made.batch(1) == 32
 
 
+@pytest.mark.nightly
 def test_an_engine_that_dies_before_it_serves_gets_a_successor(tmp_path: Path) -> None:
     with house(toy_model(tmp_path / "model"), tmp_path, 2, worker=SlowToAnswer) as made:
         made.kill(1)

@@ -87,6 +87,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output(tmp: Path) -> None:
     assert summary(tmp)["exit"] == "completed"
 
 
+@pytest.mark.nightly
 def test_the_end_of_rays_head_is_told(tmp: Path) -> None:
     with driver("sleeping", tmp) as process:
         processes = psutil.Process(process.pid).children(recursive=True)

@@ -131,6 +131,7 @@ def test_the_state_of_a_rank() -> None:
     assert (frozen.weights, frozen.gradients, frozen.training) == (4 * count, 0, 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2, "recompute": "full"}])
 def test_memory_is_linear_in_the_layers(layout: dict[str, Any]) -> None:
     two, three, six = (traced(layers, devices=2, **layout) for layers in (2, 3, 6))

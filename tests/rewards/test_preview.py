@@ -96,6 +96,7 @@ def test_wrong_references_are_an_error(project: Path, capfd: pytest.CaptureFixtu
     assert "2 reference answers: 1 correct (50%), 0 wrong, 1 failed" in shown
 
 
+@pytest.mark.nightly
 def test_references_that_cannot_be_read_are_counted_in_all_of_the_data(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever the limit: the share is that of the prompts that will train."""
     answers = [str(i) for i in range(28)] + ["\\frac{", "", "7"]
@@ -133,6 +134,7 @@ def test_functions_of_users_are_not_called_for_references(project: Path, capfd: 
     assert "references:" not in capfd.readouterr().out
 
 
+@pytest.mark.nightly
 def test_many_references_are_read_as_long_as_there_is_time() -> None:
     prompts = PromptSet("sums")
     for number in range(1200):
@@ -151,6 +153,7 @@ def test_why_a_response_is_wrong(project: Path, capfd: pytest.CaptureFixture[str
     assert "wrong: no answer found" in capfd.readouterr().out
 
 
+@pytest.mark.nightly
 def test_the_limit_and_the_split(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines({"prompt": f"{i}+0=", "answer": str(i)} for i in range(30)).to(project / "validation.jsonl")
     for arguments, count in ((("--limit", "2"), 2), ((), 20), (("--limit", "0"), 30)):

@@ -137,6 +137,7 @@ def test_whatever_a_response_is_it_has_a_score(name: str) -> None:
                 assert (outcome.value, outcome.is_correct) == (0.0, False), kind
 
 
+@pytest.mark.nightly
 async def test_whatever_a_response_is_a_reward_model_has_a_score_for_it(tmp_path: Path) -> None:
     config = RewardModelConfig(path=make_tiny_reward_model(tmp_path / "model"), max_length=MOST_CHARACTERS)
     tokens = TextTokens(RewardModelSpec("toy", config, 0, False))

@@ -97,6 +97,7 @@ def test_memory_in_sockets(sandbox: Sandbox) -> None:
     assert run(sandbox, source, replace(PATIENT, memory_mb=128, processes=24)).stopped == "memory"
 
 
+@pytest.mark.one_in(2)
 def test_endless_loop_and_sleep(sandbox: Sandbox) -> None:
     assert run(sandbox, "while True: pass").stopped in COMPUTING
     started = time.monotonic()
@@ -104,6 +105,7 @@ def test_endless_loop_and_sleep(sandbox: Sandbox) -> None:
     assert time.monotonic() - started < 40
 
 
+@pytest.mark.one_in(2)
 def test_computing_of_children_that_nobody_waits_for(sandbox: Sandbox) -> None:
     source = """
 import os, signal, time
@@ -303,6 +305,7 @@ except (ValueError, OSError): print('refused')
     assert said(sandbox, source) == "refused\n"
 
 
+@pytest.mark.one_in(2)
 def test_processes_of_the_same_user_elsewhere_take_none_of_a_programs_own(sandbox: Sandbox) -> None:
     """A limit of processes counts the user's everywhere: a second sandbox may be full without the first one's programs noticing."""
     many = "import os, time\nfor _ in range(14):\n    if os.fork() == 0: break\ntime.sleep(3)"

@@ -230,6 +230,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         pool.BOOT = before
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WRITERS)
 def test_a_folder_hardly_outgrows_its_limit_however_fast_it_is_written(measured: Sandbox, way: str) -> None:
     """The program counts its writes. The best of three counts: a busy machine may keep the sandbox from the processor, not the program."""
@@ -382,6 +383,7 @@ def test_ending_ones_own_child(sandbox: Sandbox) -> None:
     assert said(sandbox, "import subprocess\np = subprocess.Popen(['sleep', '50'])\np.kill()\nprint(p.wait())") == "-9\n"
 
 
+@pytest.mark.one_in(2)
 def test_processes_of_a_neighbour_that_starts_later(sandbox: Sandbox) -> None:
     neighbour = Sandbox(str(sandbox._settings["walls"]))
     try:

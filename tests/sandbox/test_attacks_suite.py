@@ -129,6 +129,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("program", ENDLESS)
 def test_it_ends_and_leaves_nothing(sandbox: Sandbox, program: str) -> None:
     before, started = descendants(), time.monotonic()

@@ -120,6 +120,7 @@ def lengths(batch: list[SampleGroup]) -> list[int]:
     return [sample.transcript.policy_tokens for group in batch for sample in group.samples]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SUPPLIES)
 @pytest.mark.parametrize("on_sync", list(OnSync))
 def test_every_prompt_trains_once_in_time_and_with_the_length_that_was_drawn(name: str, on_sync: OnSync) -> None:
@@ -183,6 +184,7 @@ def test_what_is_admitted_and_not_trained_never_exceeds_the_bound() -> None:
     assert max(seen) == 3 * 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_no_group_grows_too_old_where_some_batches_have_none_of_its_domain(staleness: int) -> None:
     """A batch is one group, so that a domain's turn comes every few batches. Others come in the place of groups that are lost, and end in
@@ -388,6 +390,7 @@ def test_oversampling_hides_the_rounds_of_a_filter() -> None:
     assert fmean(walls(4.0)) < 0.7 * fmean(walls(1.0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("supply", [Synchronous(), Synchronous(1), Asynchronous(1)])
 def test_what_trains_does_not_depend_on_how_long_it_is(supply: Any) -> None:
     """The first to finish are the short ones. They are not preferred: the lengths that train are those that were drawn, of the prompts in
@@ -410,6 +413,7 @@ def distance(some: Sequence[int], others: Sequence[int]) -> float:
     return largest / (1.628 * math.sqrt(1 / len(some) + 1 / len(others)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("supply", [Synchronous(), Asynchronous(2)])
 def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> None:
     """A third of the prompts do not train, whatever their answers' lengths: what takes their place is as long as everything that is drawn,

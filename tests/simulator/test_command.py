@@ -34,6 +34,7 @@ def test_the_configured_run_is_one_row(capsys: pytest.CaptureFixture[str]) -> No
     assert policy.strip() == "sync"
 
 
+@pytest.mark.nightly
 def test_every_policy_and_other_numbers_of_engines_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["actor_infer.devices=2", "rollout.supply=async", "rollout.max_staleness=2", *SHORT]
     assert main(["simulate", "--config-name", "tiny_grpo", "--compare", *settings]) == 0

@@ -64,6 +64,7 @@ def test_a_replay_gives_what_was_dumped_and_the_dump_what_trained(model: ModelCo
         replay.shutdown()
 
 
+@pytest.mark.nightly
 def test_what_was_filtered_is_in_the_dump_with_its_cause_and_does_not_train(model: ModelConfig, tmp_path: Path) -> None:
     """The reward of `math` is 1 for all, `long` scores the length: all of its groups are flat."""
     spec = dumping(spec_of(model, tmp_path), tmp_path / "dumps")
@@ -80,6 +81,7 @@ def test_what_was_filtered_is_in_the_dump_with_its_cause_and_does_not_train(mode
     assert_same(load_dump(dump_file(tmp_path / "dumps", 1)), expected)
 
 
+@pytest.mark.nightly
 def test_a_dump_that_cannot_be_written_is_a_failure_of_the_run(model: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "dumps").write_text("in the way")
     with engines(model, 1, response_tokens=6) as infer, pytest.raises(RankFailed, match="FileExistsError|NotADirectoryError"):

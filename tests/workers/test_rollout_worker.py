@@ -78,6 +78,7 @@ GREEDY = dict.fromkeys(("long", "math"), SamplingConfig(max_tokens=40).model_cop
 WRITTEN = ("step_000001", "step_000002", "validation_000002")
 
 
+@pytest.mark.nightly
 def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: ModelConfig, tmp_path: Path) -> None:
     broken = domain(tmp_path, "sums", 1.0, f"{USER}.raises")
     spec = replace(spec_of(model, tmp_path), domains={"sums": broken.model_copy(update={"reward": RewardConfig(name=f"{USER}.raises")})})
@@ -88,6 +89,7 @@ def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: 
     assert "roll-lite reward --domain sums" in message
 
 
+@pytest.mark.nightly
 def test_beside_a_judge_of_the_run_every_other_part_is_tried_before_any_engine(model: ModelConfig, tmp_path: Path) -> None:
     """There is no engine here, and no judge answers at the address."""
     terms = [RewardTermConfig(name=name) for name in (f"{USER}.raises", f"{USER}.length", "repetition", f"{USER}.short")]
@@ -122,6 +124,7 @@ def test_zero_embeddings_of_tokens_in_prompts_are_told(tmp_path: Path) -> None:
     assert f"the embeddings of tokens 0 ({tokenizer.decode([0])!r}) are all zeros, and prompts of domain math contain them" in told
 
 
+@pytest.mark.nightly
 def test_groups_that_are_finished_can_be_had_before_their_batch(model: ModelConfig, tmp_path: Path) -> None:
     spec = replace(spec_of(model, tmp_path), engine_slots=4, samples_folder=None, deterministic=False)
     with engines(model, 2, response_tokens=6, seconds_per_token=0.1) as infer, rollouts(spec, infer) as service:
@@ -165,6 +168,7 @@ def check_batch(result: RolloutBatch) -> None:
     assert int(odd["response_mask"].values.sum()) == len(halves[1]) * 6
 
 
+@pytest.mark.nightly
 def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses(model: ModelConfig, tmp_path: Path) -> None:
     def traffic(tokens: int) -> tuple[int, int]:
         """Bytes from an engine's worker to the service for eight samples, and from the service to the driver for a batch."""
@@ -189,6 +193,7 @@ def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses
     assert abs(long[1] - short[1]) < 500, "what the driver gets"
 
 
+@pytest.mark.nightly
 def test_greedy_baselines_and_forms_reach_rows_and_dumps(model: ModelConfig, tmp_path: Path) -> None:
     spec = replace(spec_of(model, tmp_path), greedy_baseline=True)
     maths = spec.domains["math"]
@@ -218,6 +223,7 @@ def test_keep_masks_are_asked_for_where_something_is_truncated() -> None:
     assert not any(sampling_of(config).keep_mask for config in cut)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["works", pytest.param("rests", marks=pytest.mark.nightly), "is stopped"])
 def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path: Path, how: str) -> None:
     """With its own role, rank and cause, although the rollout service is the one that watches over it, and fails too without an engine."""

@@ -62,6 +62,7 @@ def test_with_cuda_nothing_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.meta_path == before
 
 
+@pytest.mark.nightly
 def test_torch_and_the_rest_of_megatron_are_left_alone() -> None:
     program = """
 import torch

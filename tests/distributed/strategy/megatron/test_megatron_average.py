@@ -124,6 +124,7 @@ def check_average(ranks: RankPool, path: Path, tmp_path: Path, layout: dict[str,
     return straight
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_average_is_exported_and_saved_in_every_layout(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
     dtype = "bfloat16" if name == "DP2" else "float32"

@@ -86,6 +86,7 @@ def overlapped(path: Path, layout: dict[str, Any]) -> None:
             assert_same(mine, expected_of(mine, gradients, layout))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks(ranks: RankPool, models: dict[str, Path], name: str) -> None:
     """Under EP 2 one rank has no rows: its experts work for the other."""
@@ -126,6 +127,7 @@ def test_stages(ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: 
     goes_on(ranks, saved, [name], "EP2")
 
 
+@pytest.mark.nightly
 def test_a_stage_without_experts_has_a_checkpoint_all_the_same(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
     for shards, dtype in ((False, "float32"), (False, "bfloat16"), (True, "float32")):
         layout = {"pipeline_parallel": 2, "distributed_optimizer": shards}
@@ -170,6 +172,7 @@ def test_three_steps_in_further_layouts(ranks: RankPool, models: dict[str, Path]
         check_steps(ranks, models["all layers"], CONFIG, layout, [CONFIG.lr] * 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["EP2", "CP2 EP2"])
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, models: dict[str, Path], name: str) -> None:
     for broken in ("gradient", "weight"):
@@ -271,6 +274,7 @@ def saved(ranks: RankPool, models: dict[str, Path], tmp_path_factory: pytest.Tem
     return Saved(ranks, tmp_path_factory.mktemp("saved"), models["all layers"], STATES)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loaded", LOADED_FROM)
 def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
     """Also with fewer or more ranks that share experts, and their optimizer."""

@@ -434,6 +434,7 @@ def check_written_beside(ranks: RankPool, cases: Cases, folder: Path, layout: di
     assert "base.json" in files and len(written) == len(files) and dict(written) == files
 
 
+@pytest.mark.nightly
 def test_adapters_are_written_beside_steps(ranks: RankPool, cases: Cases, tmp_path: Path) -> None:
     check_written_beside(ranks, cases, tmp_path, {})
 

@@ -120,6 +120,7 @@ def copied_only_where_changed(strategy: MegatronStrategy, groups: list[StateGrou
     assert (again.freed_bytes, again.out_bytes, again.in_bytes) == (away_once.freed_bytes, 0, copies)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_offloading_frees_memory_and_changes_no_bit(ranks: RankPool, path: Path, name: str) -> None:
     world_size = 1 if not LAYOUTS[name] else 2
@@ -199,6 +200,7 @@ def update_on_host(path: Path, folder: Path, layout: dict[str, Any], dtype: str)
     agree(ours, range(5, 7))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_optimizers_step_on_the_host_is_the_same_step(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
     world_size = 1 if not LAYOUTS[name] else 2
@@ -234,6 +236,7 @@ def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str
         same_weights(later, straight)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resuming_is_bit_identical(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
     world_size = 1 if not LAYOUTS[name] else 2
@@ -458,6 +461,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(ranks, folder, tiny(folder / "model", "qwen3", **shape), ALL)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("loaded", LOADED_FROM)
 def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
     goes_on(ranks, saved, LOADED_FROM[loaded], loaded)
@@ -545,6 +549,7 @@ def test_ranks_that_have_a_key_together_go_on_and_are_gone_on_from(ranks: RankPo
         goes_on(ranks, saved, sources, loaded)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=(pytest.mark.slow, pytest.mark.nightly))])
 def test_adapters_go_on_where_parts_have_no_layers(ranks: RankPool, saved: Saved, tmp_path: Path, family: str) -> None:
     """Embeddings alone, a head alone: such a part has no adapters; a stage may have none at all. Llama's embeddings are not tied."""
@@ -662,6 +667,7 @@ def test_an_incomplete_checkpoint_is_refused(ranks: RankPool, path: Path, tmp_pa
     assert ranks(1, refused, path, tmp_path, {})[0].startswith(expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
 @pytest.mark.parametrize("how", ["cut", "empty"])
 def test_a_damaged_file_is_told_as_such(ranks: RankPool, path: Path, tmp_path: Path, name: str, how: str) -> None:
