@@ -56,6 +56,8 @@ LOCAL_SETTINGS = {
     "prestart_worker_first_driver": False,
     # Ray's 15 would let engines and ranks starve beside any other load of the machine.
     "worker_niceness": 0,
+    # No records of finished tasks, which nobody reads: gcs_server would keep 100,000 of them.
+    "task_events_report_interval_ms": 0,
 }
 
 

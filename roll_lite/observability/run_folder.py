@@ -86,11 +86,14 @@ def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = Tru
     for name in files:
         if not (folder / name).exists():
             continue
-        with (folder / name).open("r+", encoding="utf-8") as file:  # in place: trackers append to the same file
+        with (folder / name).open("rb+") as file:  # in place: trackers append to the same file
             lines = file.readlines()
-            file.seek(0)
-            file.writelines(line for line in lines if _stays(line, step))
-            file.truncate()
+            stay = [_stays(line, step) for line in lines]
+            before = stay.index(False) if False in stay else len(lines)
+            # Cut first: if the process is killed here, no record is there twice.
+            file.truncate(sum(map(len, lines[:before])))
+            file.seek(0, os.SEEK_END)
+            file.writelines(line for line, stays in zip(lines[before:], stay[before:], strict=True) if stays)
     for path in folder.glob("*/*") if folders else ():
         kind = BY_STEP.match(path.name)
         if kind is None or path.parent.name == "checkpoints" or int(kind[2]) < step + (kind[1] == "step"):
@@ -98,7 +101,7 @@ def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = Tru
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _stays(line: str, step: int) -> bool:
+def _stays(line: bytes, step: int) -> bool:
     try:
         record = json.loads(line)
     except ValueError:  # its writer was killed

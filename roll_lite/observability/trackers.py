@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with this run's ids at tracking services. A run that resumes this one continues under them."""
+"""File with this run's ids at tracking services; checkpoints hold them, too. A run that resumes this one continues under them."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class HistoryTracker(Tracker):
         self.records: dict[int, dict[str, float]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.records[step] = {**self.records.get(step, {}), **metrics}
+        # Each step brings its names as new texts; together they would take more memory than the numbers.
+        self.records[step] = {**self.records.get(step, {}), **{sys.intern(name): value for name, value in metrics.items()}}
 
     def restore(self, file: Path) -> None:
         """Load the metrics.jsonl of an earlier part of the run."""
@@ -266,9 +268,9 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
     return {key: shown(value) for key, value in without_secrets(dict(settings)).items() if key != "trackers"}
 
 
-def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """Build all trackers. `goes_on_from`: folder of the resumed run, whose ids at tracking services are used again."""
-    known = _ids(goes_on_from) if goes_on_from is not None else {}
+def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
+    """Build all trackers. `known`: ids of the resumed run at tracking services, which are used again."""
+    known = known or {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
     if ids:
@@ -290,7 +292,8 @@ def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
     return tracker
 
 
-def _ids(folder: Path) -> dict[str, str]:
+def tracker_ids(folder: Path) -> dict[str, str]:
+    """Ids at tracking services of the run in this folder."""
     try:
         return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):  # not a run's folder, or a run without ids

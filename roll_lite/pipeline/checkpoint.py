@@ -23,6 +23,7 @@ from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, StoreUnreachable, download, first_line, flush, is_local, keep_only, reaching, record, upload
 from roll_lite.observability.run_folder import folder_of_checkpoints, goes_on
+from roll_lite.observability.trackers import tracker_ids
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
     LIST_FILE,
@@ -99,6 +100,8 @@ class Checkpoints:
         """Save a checkpoint. `rollouts`, `pipeline`: states of the batch source and of the driver; `unfinished`: samples under way.
         With checkpoint.asynchronous the folder exists only after `finish_if_written` or `finish`."""
         self.finish()
+        if self._newest is not None and self.newest_step == pipeline["steps_done"]:
+            return self._newest  # saved before a rank was lost, after which the work between the steps is done again
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole if self._in_store else whole.with_suffix(".partial")
         if self._in_store:
@@ -125,6 +128,7 @@ class Checkpoints:
             "pipeline": pipeline,
             "rollouts": rollouts,
             "config": self._config.model_dump(mode="json"),
+            "trackers": tracker_ids(self._run_folder),
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         self._running = Unfinished(folder, saved)
@@ -304,6 +308,17 @@ class Checkpoints:
         state = self._verified(self._newest, models, self._on_nodes(self._newest))
         self._load_models(models, self._newest)
         return state
+
+    def set_aside_newest(self, error: DamagedCheckpoint) -> None:
+        """Mark the newest checkpoint as damaged, so that the one before becomes the newest. Raises the error if there is none of this run
+        before: a resumed run cannot go back to its start."""
+        assert self._newest is not None
+        earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
+        if self._newest.parent.parent != self._home or not (earlier or self._config.checkpoint.source is None):
+            raise error
+        logger.warning("%s", error)
+        set_aside(self._newest)
+        self._newest = earlier[-1] if earlier else None
 
     def _load_models(self, models: Models, folder: Path) -> None:
         for role, model in self.stateful(models).items():

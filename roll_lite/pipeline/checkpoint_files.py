@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,13 @@ class DamagedCheckpoint(ValueError):
 
 def damaged(checkpoint: Path, name: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"checkpoint.resume: {checkpoint / name} {what}. The checkpoint is damaged; {remedy(checkpoint)}")
+
+
+def saved_tracker_ids(checkpoint: Path) -> dict[str, str]:
+    """Ids at tracking services of the run that wrote the checkpoint; {} if it is damaged, which loading tells."""
+    with suppress(OSError, ValueError):
+        return dict(_read_json(checkpoint, STATE_FILE).get("trackers", {}))
+    return {}
 
 
 def _read_json(checkpoint: Path, name: str) -> Any:

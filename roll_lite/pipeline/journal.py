@@ -36,7 +36,7 @@ from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LiveP
 from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
-from roll_lite.pipeline.checkpoint_files import resumption, steps_of
+from roll_lite.pipeline.checkpoint_files import resumption, saved_tracker_ids, steps_of
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -100,12 +100,9 @@ class Journal:
         """Start the trackers; ValueError for one that fails."""
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
-        earlier, repeats_from = None, None
-        if resume is not None and goes_on(config, self.folder):
-            earlier, repeats_from = self.folder, steps_of(resume) + 1
-        elif resume is not None:
-            earlier = resumption(resume).checkpoint.parent.parent
-        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), earlier)
+        repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
+        ids = {} if resume is None else saved_tracker_ids(resumption(resume).checkpoint)
+        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
         self._summarize("running")
 

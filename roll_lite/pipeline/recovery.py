@@ -20,6 +20,7 @@ from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.checkpoint import Checkpoints
+from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint
 from roll_lite.pipeline.clusters import Model, Models, initialize, lengths
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
@@ -77,6 +78,10 @@ class Recovery:
         """State of the batch source after the batch of the step in progress."""
         self._weights_are_known = True
         """False while an update may have changed the trained weights since the last complete step."""
+        self._service_is_lost = False
+        """True until the rollout service has been restarted, whatever else is lost meanwhile."""
+        self._rewinds = False
+        """True until a run that goes back to an earlier step has got there."""
 
     def begin(self, state: dict[str, Any]) -> None:
         """Remember the driver's state at the start, for runs without a checkpoint."""
@@ -107,17 +112,21 @@ class Recovery:
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Do the work; if a training rank or the rollout service is lost meanwhile, recover and repeat it."""
-        failure: RankFailed | None = None
+        """Do the work; if a training rank or the rollout service is lost meanwhile, recover and repeat it. A loss during recovery begins it
+        again, for everything that was lost since the last complete one."""
+        losses: list[RankFailed] = []
         while True:
             try:
-                if failure is not None:
-                    self._recover(pipeline, failure)
+                if losses:
+                    self._recover(pipeline, losses)
+                    losses.clear()
                 work()
                 return
             except RankFailed as error:
                 self._require_restart(error)
-                failure = error
+                losses.append(error)
+            except DamagedCheckpoint as error:  # of `_recover`, which begins again with the checkpoint before
+                self._checkpoints.set_aside_newest(error)
 
     def _require_restart(self, failure: RankFailed) -> None:
         """Raise the failure if no restart helps, or no further one is allowed."""
@@ -136,26 +145,29 @@ class Recovery:
             return "rollout.restarts", self._config.rollout.restarts
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
-    def _recover(self, pipeline: Recoverable, failure: RankFailed) -> None:
-        """Replace the lost role's processes. Bring the driver, all trained weights and the rollout service to the state after the last step
-        or, if batches needed for that are gone, to that of the newest checkpoint.
+    def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
+        """Replace the processes of lost roles. Bring the driver, all trained weights and the rollout service to the state after the last
+        step or, if batches needed for that are gone, to that of the newest checkpoint.
 
         - If a trained rank is lost, or any role during updates, all trained models load the checkpoint (`goes_back`), and repeat the
           updates on the kept batches. If some batches are gone, the run repeats the steps (`rewinds`), and the service starts anew.
         - If a fixed reference or the service is lost between updates, only this role starts anew. All kept batches are lost with the
           service.
         """
-        started, reached = time.monotonic(), self.reached["steps_done"]
-        with self._journal.timers.phase("recovery"), WATCH.expecting_answers(None), WATCHDOG.uninterrupted():
+        started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
+        roles = {loss.role for loss in losses}
+        with self._journal.timers.phase("recovery"), WATCHDOG.uninterrupted():
             trained = list(self._checkpoints.stateful(self._models).values())
-            lost = [model for model in self._models.all if model.ranks.name == failure.role]
-            if is_service := failure.role in SERVICES:
+            lost = [model for model in self._models.all if model.ranks.name in roles]
+            if roles.intersection(SERVICES):
                 self._batches.clear()  # their tokens died with the service
+                self._service_is_lost = True
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
             copied = self._checkpoints.copied_step if goes_back else 0
             since = max(self._checkpoints.newest_step, copied) if goes_back else reached
-            rewinds = any(step not in self._batches for step in range(since + 1, reached + 1))
-            self._journal.rank_lost(failure, since, reached, "steps" if rewinds else "the updates of steps", 0 < copied == since)
+            if any(step not in self._batches for step in range(since + 1, reached + 1)):
+                self._rewinds = self._service_is_lost = True
+            self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
             pipeline.early.forget()
             self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)
@@ -163,36 +175,39 @@ class Recovery:
             if goes_back:
                 saved = self._checkpoints.go_back(self._models)
                 driver, service = (self._start, self._service_start) if saved is None else (saved["pipeline"], saved["rollouts"])
-                if rewinds:
+                if self._rewinds:
                     self.reached, self.source_state = driver, service
             pipeline.restore(driver)
             while pipeline.steps_done < self.reached["steps_done"]:
                 pipeline.repeat_update(self._batches[pipeline.steps_done + 1])
             self._weights_are_known = True
-            if rewinds or is_service:
-                self._restart_service(pipeline, rewinds)
+            if self._service_is_lost:
+                self._restart_service(pipeline)
         self._journal.rank_returned(failure.role, time.monotonic() - started, self.reached["steps_done"])
 
     def _restart_models(self, models: Sequence[Model[Any]], goes_back: bool) -> None:
-        for model in models:
-            model.ranks.rebuild()
-        if goes_back:
-            self._source.trainer_lost()
-        initialize(models)
+        with WATCH.expecting_answers(None):
+            for model in models:
+                model.ranks.rebuild()
+            if goes_back:
+                self._source.trainer_lost()
+            initialize(models)
 
-    def _restart_service(self, pipeline: Recoverable, rewinds: bool) -> None:
-        """Restart the rollout service in `source_state`, its state after the step from which the run continues. `rewinds`: the run went
-        back to an earlier step, so records of later ones are removed."""
+    def _restart_service(self, pipeline: Recoverable) -> None:
+        """Restart the rollout service in `source_state`, its state after the step from which the run continues. If that is an earlier step
+        than before, records of later ones are removed."""
         self._batches.clear()
-        self._source.restart(self.source_state)
+        with WATCH.expecting_answers(None):
+            self._source.restart(self.source_state)
         self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
         validation = pipeline.validation.forget()
-        if rewinds:
+        if self._rewinds:
             self._journal.go_back(pipeline.steps_done)
             if pipeline.validation_is_due:
                 pipeline.validate()
         elif validation is not None:
             pipeline.begin_validation(validation)
+        self._rewinds = self._service_is_lost = False
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:

@@ -274,6 +274,8 @@ class RLVRPipeline:
     # ---------------------------------------------------------------- between steps
 
     def between_steps(self) -> None:
+        if self.refresh is not None and self.due(self.refresh.every):
+            self.refresh_reference()  # first: a SIGTERM in one of the following waits saves the state after this step
         self.traces.write(self.steps_done)
         compare, self.compare_later = self.compare_later, None
         if compare is not None:
@@ -281,8 +283,6 @@ class RLVRPipeline:
         self.look_at_checkpoint()
         self.look_at_validation()
         self.skipped.check()
-        if self.refresh is not None and self.due(self.refresh.every):
-            self.refresh_reference()
         saves = self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.config.steps)
         self.compare_replicas(saves)
         if saves:

@@ -18,6 +18,7 @@ from roll_lite.observability.trackers import (
     Trackers,
     build_trackers,
     for_trackers,
+    tracker_ids,
 )
 
 
@@ -125,9 +126,9 @@ def test_a_class_of_ones_own(own: Path) -> None:
 def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(own: Path) -> None:
     build_trackers([notes(), TrackerConfig(name="jsonl")], TrackedRun(own / "first"))
     assert json.loads((own / "first/trackers.json").read_text()) == {"own_trackers.Notes": "note-1"}
-    (tracker,) = build_trackers([notes()], TrackedRun(own / "second"), goes_on_from=own / "first")
+    (tracker,) = build_trackers([notes()], TrackedRun(own / "second"), tracker_ids(own / "first"))
     assert json.loads((own / "second/notes.txt").read_text())[2] == "note-1" == tracker.run_id
-    build_trackers([notes()], TrackedRun(own / "second"), goes_on_from=own)
+    build_trackers([notes()], TrackedRun(own / "second"), tracker_ids(own))
     assert json.loads((own / "second/notes.txt").read_text())[2] is None, "that folder knows of none"
 
 

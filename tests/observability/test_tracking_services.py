@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from roll_lite.config.schema.run import TrackerConfig
-from roll_lite.observability.trackers import TrackedRun, Tracker, build_trackers
+from roll_lite.observability.trackers import TrackedRun, Tracker, build_trackers, tracker_ids
 
 SETTINGS = {"seed": 1, "model": {"path": "/models/a"}, "domains": {"add": {"share": 2}}}
 PRIVATE = "a-private-word"
@@ -43,7 +43,7 @@ def twice(config: TrackerConfig, tmp_path: Path, end_of_process: Callable[[], No
     for number, folder in enumerate(folders):
         folder.mkdir()
         run = TrackedRun(folder, "tiny", SETTINGS)
-        (tracker,) = build_trackers([config], run, folders[number - 1] if number else None)
+        (tracker,) = build_trackers([config], run, tracker_ids(folders[number - 1]) if number else None)
         print(f"what the run prints, {PRIVATE}", flush=True)
         for step in (1 + number, 2 + number):
             tracker.log(step, {"reward/mean": 0.25 * step, "domain/add/reward/mean": 1.0, "critic/explained_variance": math.nan})

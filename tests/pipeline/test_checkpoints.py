@@ -19,7 +19,7 @@ from roll_lite.distributed.failures import RankFailed
 from roll_lite.files import FileRecord, record
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
-from roll_lite.pipeline.checkpoint_files import finished_checkpoints, resumption
+from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint, finished_checkpoints, resumption, saved_tracker_ids
 from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
@@ -393,6 +393,38 @@ def test_lost_ranks_load_the_newer_of_checkpoint_and_copy(config: RunConfig, tmp
     found = checkpoints.go_back(copying)
     assert found is not None and found["pipeline"] == {"steps_done": 4} and checkpoints.copied_step == 0
     assert copying.told == ["actor_train of step_000004", "critic of step_000004"]
+
+
+def test_a_step_that_is_saved_is_not_saved_again(config: RunConfig, tmp_path: Path) -> None:
+    """Replacing a whole checkpoint would leave a moment without it."""
+    checkpoints, roles = Checkpoints(config, tmp_path), parts("actor_train")
+    folder = checkpoints.save(roles, ROLLOUTS, {"steps_done": 2})
+    written = (folder / "state.json").stat().st_ino
+    assert checkpoints.save(roles, ROLLOUTS, {"steps_done": 2}) == folder and (folder / "state.json").stat().st_ino == written
+
+
+def test_lost_ranks_load_the_checkpoint_before_a_damaged_one(config: RunConfig, tmp_path: Path) -> None:
+    checkpoints, roles = Checkpoints(config, tmp_path), parts("actor_train")
+    older, newer = (checkpoints.save(roles, ROLLOUTS, {"steps_done": step}) for step in (2, 4))
+    (newer / "actor_train/weights").write_text("SAVED")
+    with pytest.raises(DamagedCheckpoint) as caught:
+        checkpoints.go_back(roles)
+    checkpoints.set_aside_newest(caught.value)
+    found = checkpoints.go_back(roles)
+    assert found is not None and found["pipeline"] == {"steps_done": 2} and finished_checkpoints(tmp_path) == [older]
+    resumed = Checkpoints(resuming(config, older), tmp_path / "next")
+    resumed.load(roles, SOURCE)
+    with pytest.raises(DamagedCheckpoint):
+        resumed.set_aside_newest(caught.value)
+    assert finished_checkpoints(tmp_path) == [older], "it belongs to another run"
+
+
+def test_ids_at_tracking_services_are_in_checkpoints(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text('{"wandb": "abc"}')
+    folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 2})
+    assert saved_tracker_ids(folder) == {"wandb": "abc"}
+    (folder / "state.json").write_text("{")
+    assert saved_tracker_ids(folder) == {}
 
 
 def test_a_copy_counts_once_all_have_made_it_and_is_given_up_if_loading_fails(config: RunConfig, tmp_path: Path, copying: Any) -> None:

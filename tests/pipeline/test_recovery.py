@@ -16,6 +16,7 @@ from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline import recovery as module
+from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.recovery import Recovery
 from roll_lite.pipeline.rlvr import Unrecorded
@@ -209,6 +210,81 @@ def test_a_rank_that_is_lost_during_recovery_begins_it_again() -> None:
     story = pipeline.run(2)
     assert story.count("restore 0") == 2 and story[-3:] == ["repeat 1 on 1", "returned", "train 2"]
     assert "rebuild reference" in story and story.count("rebuild actor_train") == 2
+
+
+def fail_in(pipeline: Pipeline, owner: Any, name: str, failure: RankFailed) -> None:
+    """Let a call fail once."""
+    call, failures = getattr(owner, name), [failure]
+
+    def failing(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        call(*arguments)
+
+    setattr(owner, name, failing)
+
+
+@pytest.mark.parametrize("second", [lost("reference"), lost("actor_train")])
+def test_a_service_is_restarted_though_a_rank_is_lost_meanwhile(second: RankFailed) -> None:
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = 2
+    pipeline.fails = {"before training 3": [lost("rollouts")]}
+    fail_in(pipeline, pipeline.recovery._source, "restart", second)
+    pipeline.story.clear()
+    story = pipeline.run(3)
+    assert story.count("service after 2") == 1 and story.index("service after 2") > story.index(f"rebuild {second.role}")
+    assert story[-3:] == ["returned", "generate 3", "train 3"]
+
+
+def test_a_run_goes_back_to_an_earlier_step_though_a_rank_is_lost_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_room", lambda: 32.0 * 10)  # one batch
+    pipeline = Pipeline()
+    pipeline.run(3)
+    pipeline.checkpoints.newest_step = 1
+    pipeline.fails = {"training 4": [lost("critic")]}
+    fail_in(pipeline, pipeline.recovery._source, "restart", lost("actor_train"))
+    pipeline.story.clear()
+    assert pipeline.run(4)[-12:] == [
+        *("load 1", "restore 1", "service after 1", "ledger from 1", "journal to 1", "returned"),
+        *(what for step in (2, 3, 4) for what in (f"generate {step}", f"train {step}")),
+    ]
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_loaded() -> None:
+    pipeline = Pipeline()
+    pipeline.run(3)
+    pipeline.checkpoints.newest_step = 3
+    set_aside: list[DamagedCheckpoint] = []
+    error, go_back = DamagedCheckpoint("files.json"), pipeline.checkpoints.go_back
+
+    def go_back_once_damaged(models: Any) -> Any:
+        if not set_aside:
+            raise error
+        return go_back(models)
+
+    def set_aside_newest(damaged: DamagedCheckpoint) -> None:
+        set_aside.append(damaged)
+        pipeline.checkpoints.newest_step = 0
+
+    pipeline.checkpoints.go_back, pipeline.checkpoints.set_aside_newest = go_back_once_damaged, set_aside_newest
+    pipeline.fails = {"training 4": [lost("critic")]}
+    story = pipeline.run(4)
+    assert set_aside == [error] and story.count("rebuild critic") == 2
+    assert story[-13:] == [
+        *("restore 0", "service after 0", "ledger from 0", "journal to 0", "returned"),
+        *(what for step in (1, 2, 3, 4) for what in (f"generate {step}", f"train {step}")),
+    ]
+
+
+def test_a_reference_starts_again_though_the_actor_is_lost_before_it_has() -> None:
+    pipeline = Pipeline()
+    pipeline.run(1)
+    pipeline.fails = {"before training 2": [lost("reference")]}
+    fail_in(pipeline, pipeline, "restore", lost("actor_train"))
+    pipeline.story.clear()
+    story = pipeline.run(2)
+    assert story.count("rebuild reference") == 2 and story[-3:] == ["repeat 1 on 1", "returned", "train 2"]
 
 
 def test_restarts_are_counted_by_role_within_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
