@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.distributed.failures import FleetDown, RankFailed, failure_text, is_connection_error, is_death, is_loss, may_be_aftermath
-from roll_lite.distributed.liveness import name_of
-from roll_lite.distributed.place import stopped_at
+from roll_lite.distributed.liveness import is_stopped, name_of
+from roll_lite.distributed.place import Place, stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
 
@@ -25,6 +29,8 @@ KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another rank reports a broken connection."""
 STACK_SECONDS = 3.0
+DUMP_SECONDS = 0.5
+"""Time for a process to write its stacks to its log."""
 
 
 class Call:
@@ -168,7 +174,8 @@ def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRe
     """Wait for at least one of the references, at most `timeout_s`; returns those ready. Raises the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
-        _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
+        ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
+        _give_up(group, ranks, group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
     WATCH.run_errands()
     deaths = WATCH.deaths()
     both = [*refs, *deaths]
@@ -271,7 +278,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Stack traces of the stuck ranks, if they still answer."""
+    """Stack traces of the ranks; of those that do not answer, as far as signals get them."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck}
@@ -284,8 +291,22 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
             else:
                 place = group.pulses[rank].place
                 known = place.describe() if place is not None else "where its process is, is not known"
-                said = f"does not say where it stands: {known}"
+                said = f"does not say where it stands: {known}{_dumped(place, group.log_file(rank))}"
         except ray.exceptions.RayError:  # the rank is given up anyway
             continue
         texts.append(f"\n\nrank {rank} {said}")
     return "".join(texts)
+
+
+def _dumped(place: Place | None, log: Path | None) -> str:
+    """Stacks that a process on this node writes to its log on SIGUSR1 (worker.py), even if it never releases Python's lock."""
+    process = None if place is None else place.process
+    if process is None or is_stopped(process) or log is None or not log.exists():
+        return ""
+    with suppress(psutil.Error), log.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(DUMP_SECONDS)
+        written = file.read().decode(errors="replace").strip()
+        return f". It stands at\n{written}" if written else ""
+    return ""

@@ -3,17 +3,20 @@ class of Fleet members that are one actor each."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 import ray
 from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_lite.distributed.fleet import until_silent
-from roll_lite.distributed.liveness import is_stopped, status_of
+from roll_lite.distributed.fleet import ASK_SECONDS, until_silent
+from roll_lite.distributed.liveness import first_of, is_stopped, status_of
 
 
 class Place(NamedTuple):
@@ -74,6 +77,10 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 class ActorMember(ABC):
     """Member of a Fleet that is one actor and needs no device. The actor's class must have the methods `prepare` and `place`."""
 
+    nodes: ClassVar[Sequence[str]] = ()
+    """Ids of the nodes on which members start, in turn; empty: Ray draws a node."""
+    _started: ClassVar[Iterator[int]] = count()
+
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
         self.name = name
         self.actor: Any = None
@@ -87,7 +94,8 @@ class ActorMember(ABC):
     async def prepare(self) -> Any:
         """Start the actor; returns the result of the actor's own `prepare`. Raises ValueError for a mistake in the configuration."""
         self._place = None
-        self.actor = ray.remote(self._actor_class).options(num_cpus=0).remote(*self._arguments)
+        where = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
+        self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
         try:
             prepared = await self.actor.prepare.remote()
         except RayTaskError as error:
@@ -96,7 +104,17 @@ class ActorMember(ABC):
         return prepared
 
     async def until_lost(self) -> str:
-        return f"{self.name}: {await until_silent(lambda: self.actor.place.remote(), lambda: self.is_busy)}"
+        silent = until_silent(lambda: self.actor.place.remote(), lambda: self.is_busy)
+        return f"{self.name}: {await first_of(silent, self._until_stopped())}"
+
+    async def _until_stopped(self) -> str:
+        """Wait until the process, on this node, is stopped (SIGSTOP): one at work is not asked for an answer."""
+        looks = 0
+        while looks < 2:  # a debugger may stop it for a moment
+            await asyncio.sleep(ASK_SECONDS)
+            process = None if self._place is None else self._place.process
+            looks = looks + 1 if process is not None and is_stopped(process) else 0
+        return "its process is stopped, as by SIGSTOP"
 
     def kill(self) -> None:
         kill_actors([] if self.actor is None else [self.actor], [self._place])

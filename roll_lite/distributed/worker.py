@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
@@ -58,6 +60,7 @@ class Worker:
         # Rank 0's bound socket becomes the rendezvous store: a port that was only looked up could be taken before its use.
         self._listener = socket.create_server(("", 0)) if self.rank == 0 else None
         redirect_output()
+        faulthandler.register(signal.SIGUSR1, file=2)  # by which the driver asks a silent process for its stacks
 
     # ------------------------------------------------------------ rendezvous
 

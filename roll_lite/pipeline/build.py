@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import ray
 from packaging.version import Version
 
 from roll_lite.config.arithmetic import (
@@ -200,7 +201,7 @@ class Starter:
         engines, joining = self.engines()
         rollouts, weights = self.rollouts(), None
         follows_drains = not (role.offload or config.deterministic)
-        restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains)
+        restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains, config.limits.start or None)
         if trains(config):
             sizes = (
                 model_parallel_size(role),
@@ -287,8 +288,14 @@ class Starter:
             engine_silence_s=config.limits.engine_silence or None,
             trained_embeddings=trained_embeddings(config),
             columns=extra_token_columns(config),
+            nodes=self.nodes_for_rewards(),
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
+
+    def nodes_for_rewards(self) -> tuple[str, ...]:
+        """The driver's and the trainers' nodes, so that a lost engine node takes no reward or environment worker with it."""
+        trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
+        return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
 
     def dumps(self) -> DumpSpec:
         config = self.config

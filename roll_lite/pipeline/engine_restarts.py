@@ -38,6 +38,8 @@ class _Start:
     calls: list[ray.ObjectRef]
     place: Place | None = None
     """Engine's node and process; None until it has started."""
+    since: float | None = None
+    """Time at which its process was first seen; None before, while it may wait for devices."""
 
     @property
     def is_ready(self) -> bool:
@@ -56,9 +58,10 @@ class EngineRestarts:
         journal: Journal,
         joining: JoiningEngines | None = None,
         follows_drains: bool = False,
+        start_s: float | None = None,
     ) -> None:
         """`restarts`: maximum number of restarts of each engine within BUDGET_SECONDS. `follows_drains`: engines leave nodes that are
-        drained."""
+        drained. `start_s`: seconds within which a process must have started its engine; None: unlimited."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -69,6 +72,7 @@ class EngineRestarts:
         self._newcomers: list[int] = []
         self._joining = joining
         self._follows_drains = follows_drains
+        self._start_s = start_s
         self._waiting = set(range(self._group.first, self.replicas.world_size))
         """Engines that wait for devices and are not reported as lost: those that have not joined yet, left with their nodes, or failed to
         start too often."""
@@ -193,7 +197,7 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Why the engine failed to start, or died since; None if neither happened. Sets `start.place` once the engine has started."""
+        """Why the engine failed to start, hangs or died since; None if nothing happened. Sets `start.place` once the engine has started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -202,6 +206,10 @@ class EngineRestarts:
             return cause_of(error)
         if len(answers) == len(start.calls):
             start.place = answers[-1]
+        elif start.since is None and start.calls[-1] in ready:
+            start.since = time.monotonic()
+        elif self._start_s and start.since is not None and time.monotonic() - start.since > self._start_s:
+            return f"it did not start within {self._start_s:g} s (limits.start)"
         return None
 
     def _restart(self, engine: int, cause: str) -> None:

@@ -185,7 +185,8 @@ class Journal:
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
-        self.console.message(f"actor_infer[{number}] serves again, {seconds:.0f} s after its loss{weights}")
+        where = WATCH.where("actor_infer", number)
+        self.console.message(f"actor_infer[{number}]{where} serves again, {seconds:.0f} s after its loss{weights}")
 
     def engine_joined(self, number: int, engines: int, version: int | None) -> None:
         """Report that a further engine serves. `engines` is the number of engines now; `version` as in `engine_restarted`."""

@@ -24,6 +24,7 @@ from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy
+from roll_lite.distributed.place import ActorMember
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.models.model_files import zero_embeddings
 from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
@@ -80,6 +81,8 @@ class RolloutSpec:
     """Models whose embeddings are trained: setting that names the model -> path. A note warns if prompt tokens have zero embeddings."""
     columns: tuple[str, ...] = ()
     """Extra token columns that engines return, as in EngineSpec."""
+    nodes: tuple[str, ...] = ()
+    """Ids of the nodes for reward and environment workers; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class RolloutWorker(AsyncWorker):
 
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
+        ActorMember.nodes = spec.nodes
         self._spec = spec
         self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
         self._per_turn = {name: domain.reward.weight for name, domain in spec.domains.items() if rewards_turns(domain)}

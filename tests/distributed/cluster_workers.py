@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -115,6 +116,17 @@ class Collective(Worker):
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.reduce()
+
+    def hang_with_the_lock(self) -> float:
+        """Rank 1 keeps Python's lock for ever, the others wait for it."""
+        if self.rank == 1:
+            backtracks()
+        time.sleep(60)
+        return 0.0
+
+
+def backtracks() -> None:
+    re.fullmatch("(a+)+", "a" * 60 + "b")
 
 
 class Unbuildable(Worker):

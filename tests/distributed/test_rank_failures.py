@@ -90,6 +90,17 @@ def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None
     cluster.shutdown()
 
 
+def test_a_rank_that_never_releases_the_lock_says_where_it_stands_and_so_do_the_others(ray_local: object, tmp: Path) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
+    processes_of(cluster)
+    with pytest.raises(RankFailed) as caught, WATCH.expecting_answers(2.0):
+        cluster.all(Collective.hang_with_the_lock)
+    cause = caught.value.cause
+    assert cause.startswith("nothing was heard of its process for 2 s (limits.silence)")
+    assert "rank 1 does not say where it stands: its process" in cause and "in backtracks" in cause.partition("rank 1 ")[2]
+    assert "rank 0 stands at" in cause and "in hang_with_the_lock" in cause
+
+
 @pytest.mark.parametrize("worker", [Adder, Service])
 def test_death_in_another_cluster_is_noticed_while_waiting(ray_local: object, worker: type[Adder] | type[Service]) -> None:
     busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)

@@ -219,6 +219,26 @@ def test_a_start_that_fails_counts_as_a_restart(tmp_path: Path) -> None:
             made.batch(1)
 
 
+def test_a_start_that_hangs_fails_once_its_process_has_had_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ready = 0.0, list[str]()
+    monkeypatch.setattr(engine_restarts.time, "monotonic", lambda: now)
+    monkeypatch.setattr(engine_restarts.ray, "wait", lambda calls, **_: (list(ready), []))
+    monkeypatch.setattr(engine_restarts.ray, "get", lambda refs: [f"answer of {ref}" for ref in refs])
+    restarts: Any = object.__new__(EngineRestarts)
+    restarts._group, restarts._start_s = SimpleNamespace(death_of=lambda engine: "death"), 60.0
+    start: Any = engine_restarts._Start(["initialize", "place"])
+    assert restarts._failure(0, start) is None
+    now = 1000.0  # it may wait for devices
+    assert restarts._failure(0, start) is None
+    ready.append("place")
+    assert restarts._failure(0, start) is None
+    now = 1061.0
+    assert restarts._failure(0, start) == "it did not start within 60 s (limits.start)"
+    ready.append("initialize")
+    ready.sort()
+    assert restarts._failure(0, start) is None and start.place == "answer of place"
+
+
 @pytest.mark.slow
 def test_on_shared_devices_a_successor_starts_only_where_it_may_and_leaves_them(model: ModelConfig, tmp_path: Path) -> None:
     with house(model, tmp_path, 2, offload=True, worker=Moves) as made:

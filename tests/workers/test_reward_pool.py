@@ -17,7 +17,7 @@ import ray
 
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.distributed import fleet
+from roll_lite.distributed import fleet, place
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.workers import reward
 from roll_lite.workers.reward import RewardPool, RewardWorker
@@ -179,6 +179,21 @@ async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_before_
             while rewards.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
                 await asyncio.sleep(0.05)
         assert (await rewards.score(item())).value == 3.0
+
+
+async def test_a_worker_that_is_stopped_at_work_is_replaced_long_before_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "ASK_SECONDS", 0.3)
+    async with pool(f"{USER}.stopping", timeout_s=100.0) as rewards:
+        async with asyncio.timeout(60):
+            assert await outcome(rewards, "stop") == f"reward {USER}.stopping: its process is stopped, as by SIGSTOP"
+            assert (await rewards.score(item("fine"))).value == 1.0
+
+
+async def test_members_start_on_the_given_nodes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ray.get_runtime_context().get_node_id()
+    monkeypatch.setattr(place.ActorMember, "nodes", (here, "1" * len(here)))
+    async with pool(f"{USER}.length", workers=2) as rewards:
+        assert {(await worker.place.remote()).node for worker in serving(rewards)} == {here}, "one node is gone: any other will do"
 
 
 async def test_slow_functions_are_spread_over_the_workers() -> None:
