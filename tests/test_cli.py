@@ -271,6 +271,7 @@ ODD_PLACES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ODD_PLACES)
 def test_odd_places_and_outputs_end_with_a_message(name: str, tmp_path: Path) -> None:
     script, code, message = ODD_PLACES[name]

@@ -30,6 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("asynchronous", ["false", pytest.param("true", marks=pytest.mark.nightly)])
 def test_a_full_disk_is_named_and_the_last_checkpoint_stays(small_disk: Path, asynchronous: str) -> None:
     require("vllm")

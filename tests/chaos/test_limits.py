@@ -91,6 +91,7 @@ def test_a_folder_that_becomes_read_only_is_named_and_the_last_checkpoint_stays(
     assert f"step_{newest_is_whole(run.folder):06d}" in output.splitlines()[-1]
 
 
+@pytest.mark.nightly
 def test_a_process_that_was_killed_for_want_of_memory_is_told(tmp_path: Path) -> None:
     require("vllm")
     group = MEMORY_GROUPS / f"rl-{os.getpid()}"

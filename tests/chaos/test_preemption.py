@@ -59,6 +59,7 @@ def test_a_run_saves_its_state_and_goes_on(
         assert_equal(run, quiet)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("signals_arrive")

@@ -62,6 +62,7 @@ def test_wrong_weights_are_named_at_the_update_that_brought_them(
     assert sorted(one.name for one in run.folder.glob("checkpoints/step_*")) == ["step_000001", "step_000002"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("checkpoints", [1, pytest.param(0, marks=pytest.mark.nightly)])

@@ -19,6 +19,7 @@ LEAST = 40
 INTERRUPTED_AT = 60
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("interruption", ["pause", "update"])
 async def test_an_interruption_does_not_start_min_tokens_again(engine: Harness, interruption: str) -> None:
     requests = [engine.request(300, temperature=1.0, seed=n, min_tokens=LEAST, keep_mask=True) for n in range(8)]
@@ -61,6 +62,7 @@ async def free_running(engine: Harness, length: int, least: int = 0) -> tuple[tu
     raise AssertionError("every response of this model ends early")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("least", [0, 17, 19, 20, 30])
 async def test_a_stop_text_counts_where_it_ends_after_min_tokens(engine: Harness, least: int) -> None:
     length = 50

@@ -90,6 +90,7 @@ async def shuts_down_while_requests_run(engine: Harness) -> None:
     assert all(completion.error for completion in await asyncio.wait_for(task, NOTICED_S))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)], indirect=True, scope="session")
 async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the_first(make: Make, tmp: Path) -> None:

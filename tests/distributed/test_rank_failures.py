@@ -33,6 +33,7 @@ def assert_gone(processes: list[int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("how", "cause"),
     [("raise", "ValueError: the data is broken"), ("exit", r"its process \d+ died .*about to leave"), ("kill", r"its process \d+ died")],
@@ -67,6 +68,7 @@ def test_what_a_rank_leaves_in_the_object_store_outlives_it(ray_local: object) -
     assert caught.value.is_loss, "an object that was lost with its node: new ranks may do without"
 
 
+@pytest.mark.nightly
 def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
     before = processes_of(cluster)

@@ -151,6 +151,7 @@ def test_a_process_that_wrote_its_title_over_its_mark_is_known_by_its_files(tmp:
             process.wait()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["killed", "killed with its guard", "done"])
 def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     """And the semaphores of an engine whose host was killed, whose folder is in that of the session. A killed driver's run has failed."""

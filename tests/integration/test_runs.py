@@ -202,6 +202,7 @@ def assert_can_be_viewed(folder: Path) -> None:
     assert len(viewed.timeline(1)["spans"]) == len((folder / "samples/step_000001.jsonl").read_text().splitlines())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_needs_them(start: Any) -> None:
     """PPO: actor and critic, after a warm-up of the critic."""
@@ -363,6 +364,7 @@ LAYOUTS = {
 _, TWO_RANKS, TWO_ENGINES, TENSOR_PARALLEL = LAYOUTS
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",

@@ -68,6 +68,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]])
 @pytest.mark.usefixtures("signals_arrive")
 def test_a_closed_terminal_interrupts_a_run(tmp: Path, numbers: list[signal.Signals]) -> None:

@@ -28,6 +28,7 @@ from tests.pipeline.test_device_memory import batch
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_new_ranks_go_on_from_a_copy_as_the_old_ones_would_have(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

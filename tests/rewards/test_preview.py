@@ -288,6 +288,7 @@ def test_one_process_serves_many_samples() -> None:
     assert not psutil.pid_exists(first)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ending", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGKILL])
 @pytest.mark.usefixtures("signals_arrive")
 def test_interrupting_leaves_no_process(project: Path, ending: signal.Signals) -> None:

@@ -127,6 +127,7 @@ def test_every_type_is_held_to_the_rule() -> None:
     assert {*ANSWERS, "model", reads_no_response} == set(REWARDS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_whatever_a_response_is_it_has_a_score(name: str) -> None:
     with scorer(name) as (scoring, answer, columns):
@@ -160,6 +161,7 @@ async def test_whatever_a_response_is_a_reward_model_has_a_score_for_it(tmp_path
         assert (await bare.score(sample(""))).value == 0.0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "reply",
     [

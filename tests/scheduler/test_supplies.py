@@ -413,7 +413,7 @@ def distance(some: Sequence[int], others: Sequence[int]) -> float:
     return largest / (1.628 * math.sqrt(1 / len(some) + 1 / len(others)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("supply", [Synchronous(), Asynchronous(2)])
 def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> None:
     """A third of the prompts do not train, whatever their answers' lengths: what takes their place is as long as everything that is drawn,

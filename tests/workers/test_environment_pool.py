@@ -79,6 +79,7 @@ async def test_an_episode_from_prompt_to_score() -> None:
     assert (transcript.last_text, transcript.finish_reason) == ("5", FinishReason.STOP)
 
 
+@pytest.mark.nightly
 async def test_a_canned_episode_tells_what_is_broken() -> None:
     async with pool("HigherLower") as environments:
         problem = await environments.problem([prompt()])
@@ -86,6 +87,7 @@ async def test_a_canned_episode_tells_what_is_broken() -> None:
     assert "domains.toy.environment: playing a first episode, with the response 'The answer is 1.', failed: ValueError" in problem
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("function", "settings", "message"),
     [
@@ -111,6 +113,7 @@ async def test_failures_cost_their_own_episode_only() -> None:
     assert "it took longer than 2 s (turn_timeout_s)" in results[2]
 
 
+@pytest.mark.nightly
 async def test_a_death_is_blamed_on_an_episode_only_if_no_other_can_be_guilty() -> None:
     async with pool("troubled") as environments:
         both = await asyncio.gather(*(outcome(environments, conversation("x"), trouble=kind) for kind in ("die", "hang")))
@@ -121,6 +124,7 @@ async def test_a_death_is_blamed_on_an_episode_only_if_no_other_can_be_guilty() 
         assert environments.newly_replaced() == 2
 
 
+@pytest.mark.nightly
 async def test_an_episode_that_waits_for_the_policy_is_not_blamed() -> None:
     asked, go = asyncio.Event(), asyncio.Event()
 
@@ -144,6 +148,7 @@ async def test_a_blocked_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
         assert await outcome(environments, conversation("x")) == "played"
 
 
+@pytest.mark.nightly
 async def test_an_episode_that_does_not_even_end_costs_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "GRACE_SECONDS", 0.5)
     async with pool("NeverCloses", turn_timeout_s=1.0) as environments:
@@ -151,6 +156,7 @@ async def test_an_episode_that_does_not_even_end_costs_its_worker(monkeypatch: p
         assert environments.newly_replaced() <= 1
 
 
+@pytest.mark.nightly
 async def test_episodes_beyond_the_limit_wait() -> None:
     async with pool("troubled", parallel=2, workers=2) as environments:
         plays = [asyncio.create_task(outcome(environments, conversation("x"), trouble="slow")) for _ in range(6)]

@@ -63,6 +63,7 @@ async def test_a_sample_that_raises_is_blamed_alone(function: str) -> None:
     assert "KeyError" in str(results[2])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", ["listed", "listed_async"])
 async def test_a_sample_that_hangs_a_list_is_blamed_alone(function: str) -> None:
     async with pool(function, timeout_s=1.0) as rewards:
@@ -87,6 +88,7 @@ async def test_too_few_scores_are_a_failure() -> None:
         assert await outcomes(rewards, "a") == [f"reward {USER}.short: returned 0 scores for 1 samples"]
 
 
+@pytest.mark.nightly
 async def test_a_hanging_sample_costs_its_neighbours_one_time_out() -> None:
     async with pool("tricky", timeout_s=4.0) as rewards:
         await rewards.score(item())
@@ -105,6 +107,7 @@ async def test_a_hanging_sample_costs_its_neighbours_one_time_out() -> None:
     assert ended["hang"] < 2 * 4.0
 
 
+@pytest.mark.nightly
 async def test_what_cannot_be_interrupted_ends_with_its_process() -> None:
     async with pool("deaf", timeout_s=0.5) as rewards:
         await rewards.score(item())

@@ -399,6 +399,7 @@ async def scored(actors: list[Any], config: RewardModelConfig) -> list[Score]:
 LAYOUTS = {"hf": (2, {}), "megatron TP2": (2, {"strategy": MegatronStrategyConfig(tensor_parallel=2)})}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_real_models_score_as_transformers_does(tmp_path: Path, layout: str) -> None:

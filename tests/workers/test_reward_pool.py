@@ -135,6 +135,7 @@ async def test_a_killed_worker_is_replaced_and_its_samples_are_not_charged() -> 
         assert (await rewards.score(item())).value == 1.0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("times", [1, 10**6])
 async def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A bug there ended the task that served, and whoever waited waited for ever."""
@@ -155,6 +156,7 @@ async def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: py
         assert rewards.replaced >= 1
 
 
+@pytest.mark.nightly
 async def test_functions_that_stop_their_process_cost_a_bounded_number_of_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing inside a stopped process keeps a limit, and 200 time-outs one after the other are none."""
     monkeypatch.setattr(reward, "LOST_IN_A_ROW", 4)
@@ -213,6 +215,7 @@ async def test_async_functions_wait_side_by_side_and_time_out_alone() -> None:
         assert serving(rewards) == [worker]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", ["waiting", "listed_async"])
 async def test_a_slow_async_sample_holds_up_neither_its_neighbours_nor_those_that_come_later(function: str) -> None:
     async with pool(f"{USER}.{function}", timeout_s=60.0) as rewards:
@@ -227,6 +230,7 @@ async def test_a_slow_async_sample_holds_up_neither_its_neighbours_nor_those_tha
         hanging.cancel()
 
 
+@pytest.mark.nightly
 async def test_samples_under_way_in_a_worker_that_dies_are_scored_by_another() -> None:
     async with pool(f"{USER}.waiting", workers=2) as rewards:
         running = [asyncio.create_task(outcome(rewards, str(i))) for i in range(40)]
@@ -263,6 +267,7 @@ async def test_a_function_that_cannot_be_imported_in_time_stops_the_start_with_i
     assert serving(rewards) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("function", ["length", "waiting"])
 async def test_forms_come_with_scores_and_a_runaway_pattern_costs_its_own_samples(function: str) -> None:
     """A response that makes the pattern run out of time has chosen its outcome: it does not match, and the score stays."""

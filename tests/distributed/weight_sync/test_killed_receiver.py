@@ -138,6 +138,7 @@ class Run:
             worker.process.kill()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("transport", "machines", "victim"),

@@ -66,6 +66,7 @@ def off(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float
     return float(difference / torch.stack([tensor.norm() for tensor in theirs.values()]).norm())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.nightly)) for name in FURTHER)])
 def test_an_update_in_bfloat16(ranks: RankPool, models: dict[str, Path], name: str) -> None:
     world_size, model, layout = (LAYOUTS | FURTHER)[name]

@@ -326,6 +326,7 @@ SKIPPING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("layout", SKIPPING)
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, path: Path, layout: str, broken: str) -> None:
