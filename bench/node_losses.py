@@ -1,8 +1,8 @@
 """Throughput lost against engines lost: 1,024 simulated engines on nodes of 8, with the production schedulers and router.
 
-Engines, lengths and policy are those of scheduler_sim.py (asynchronous, at most 4 versions old, responses go on with new weights), the
-trainer takes 30% of the synchronous step. A lost node takes its 8 engines along; they are back after 5 minutes. Their requests go on
-elsewhere without the tokens of their last 5 s.
+Engines, lengths and policy are those of scheduler_sim.py (asynchronous, at most 4 versions old, responses go on with new weights). The
+trainer takes 10% of the synchronous step, so that generation limits the run. A lost node takes its 8 engines along; they are back after 5
+minutes. Their requests go on elsewhere without the tokens of their last 5 s.
 
 `engine time lost` is the share of engine time in which engines were away, `throughput lost` how many tokens a second less than without
 losses. Last line: JSON with `ratio` = engine time lost / throughput lost at one loss per node and 12 hours (1: a lost engine costs its own
@@ -19,13 +19,15 @@ import sys
 import time
 from dataclasses import replace
 
-from scheduler_sim import HEADLINE, MATH, SAMPLES_PER_ENGINE, SHARE, scenario
+from scheduler_sim import HEADLINE, MATH, SAMPLES_PER_ENGINE, scenario
 
 from roll_lite.simulator.scenario import Failures, TrainerModel
 from roll_lite.simulator.simulation import SimulatedRun, simulate
 
 ENGINES_PER_NODE = 8
 AWAY_S = 300.0
+SHARE = 0.1
+"""Share of the trainer in the synchronous step."""
 HOURS = (None, 12.0, 3.0)
 """Mean hours between losses of a node."""
 
@@ -61,9 +63,9 @@ def main() -> None:
             flush=True,
         )
     first = result[f"{HOURS[1]:g} h"]
-    ratio = first["engine time"] / max(1e-9, first["throughput"])
+    ratio = round(first["engine time"] / first["throughput"], 3) if first["throughput"] > 0 else None
     report = {"name": "node_losses", "ours": round(fastest), "unit": "tokens/s without losses", "engines": engines, "domain": MATH.name}
-    print(json.dumps({**report, "losses": result, "ratio": round(ratio, 3)}))
+    print(json.dumps({**report, "losses": result, "ratio": ratio}))
 
 
 if __name__ == "__main__":

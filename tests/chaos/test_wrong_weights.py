@@ -65,6 +65,23 @@ def test_wrong_weights_are_named_at_the_update_that_brought_them(
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+def test_rounding_in_asynchronous_bfloat16_and_float8_is_no_alarm(make: Make, tmp_path: Path) -> None:
+    """The engine rounds all matrices to float8, as one with fp8 weights does."""
+    require(make)
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    rounded = {"WRONG_HOW": "rounded", "WRONG_FROM_UPDATE": "0", "WRONG_ENGINE": "0", "PYTHONPATH": path}
+    settings = [f"actor_infer.strategy={make}", "actor_infer.devices=1", "weight_sync.verify=none", "model.dtype=bfloat16", "steps=12"]
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, "rollout.supply=async", "rollout.max_staleness=2", environment=rounded) as run:
+        code, output = run.finish(400)
+    assert code == 0, output
+    differences = [line["mismatch/mean"] for line in run.metrics() if "mismatch/mean" in line]
+    assert len(differences) == 12 and max(differences) > 1e-3, "rounding can be seen"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("checkpoints", [1, pytest.param(0, marks=pytest.mark.nightly)])
 def test_a_damaged_replica_is_named_before_it_is_saved(checkpoints: int, tmp_path: Path) -> None:
     require("vllm")

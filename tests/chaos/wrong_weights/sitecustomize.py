@@ -12,7 +12,8 @@ from typing import Any
 
 HOW, FROM, ENGINE = "WRONG_HOW", "WRONG_FROM_UPDATE", "WRONG_ENGINE"
 """Variables: `negated` (a quarter of a tensor), `stale` (the update is skipped), `swapped` (two experts), `unapplied` (adapters that change
-nothing) or `replica` (one entry of a weight in the trainer's last rank); the first such update, from 0; the engine."""
+nothing), `rounded` (all matrices to float8) or `replica` (one entry of a weight in the trainer's last rank); the first such update, from 0;
+the engine."""
 
 
 def _change(receiver: Any) -> None:
@@ -51,11 +52,15 @@ def _damage(strategy: Any) -> None:
 
 
 def _wrong(name: str, tensor: Any) -> tuple[str, Any]:
+    import torch
+
     how = os.environ[HOW]
     if how == "negated" and name.endswith("o_proj.weight"):
         return name, _quarter_negated(tensor)
     if how == "swapped" and (expert := re.search(r"\.experts\.([01])\.", name)):
         return name.replace(expert[0], f".experts.{1 - int(expert[1])}."), tensor
+    if how == "rounded" and tensor.ndim == 2:
+        return name, tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
     if how == "unapplied" and "lora_B" in name:
         return name, tensor * 0
     return name, tensor
