@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
 @contextmanager
 def _attached(address: str, config: RayConfig) -> Iterator[str]:
     address = _check_address(address)
-    use_token()
+    if _may_want_token(address):
+        use_token()
     # In Ray, RAY_ADDRESS overrides the argument, and it may be `auto`.
     with _starting({"RAY_USAGE_STATS_ENABLED": "0"}, config):
         try:
@@ -111,6 +113,21 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
     finally:
         # Ends the job: Ray removes its actors and placement groups, and nothing else.
         _disconnect()
+
+
+def _may_want_token(address: str) -> bool:
+    """False if the cluster lets in callers without a token. Its servers would then call a driver with a token in vain, and give up all its
+    actors."""
+    if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return True
+    import grpc
+
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=CONNECT_SECONDS)
+        except grpc.RpcError as error:
+            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+    return False
 
 
 def use_token() -> None:

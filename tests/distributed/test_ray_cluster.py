@@ -181,8 +181,11 @@ def actors_alive(address: str) -> int:
     return int(alive)
 
 
-def test_roles_are_placed_over_nodes_and_gpus(cluster_address: str) -> None:
-    environment = {**os.environ, "RAY_ADDRESS": cluster_address, "PYTHONPATH": str(Path(__file__).parent)}
+def test_roles_are_placed_over_nodes_and_gpus(cluster_address: str, tmp_path: Path) -> None:
+    """The cluster wants no token, and the user has one of another cluster."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("1" * 32)
+    environment = {**os.environ, "RAY_ADDRESS": cluster_address, "PYTHONPATH": str(Path(__file__).parent), "HOME": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", PLACING], env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert (run.returncode, run.stdout.strip()) == (0, "placed"), run.stderr
 
