@@ -33,6 +33,8 @@ main(settings["control"], settings)
 START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
+START_ATTEMPTS = 3
+"""A loaded machine may be late, or short of namespaces until the kernel has removed those of ended sandboxes."""
 
 logger = logging.getLogger(__name__)
 
@@ -286,11 +288,18 @@ class Sandbox:
         """Start the sandbox if it is not running. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
-        before, now = self.protections, self.start()
-        if before is not None and (lost := [name for name in now.missing if name not in before.missing]):
-            self.close()
-            self.protections = before
-            raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
+        before = self.protections
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                now = self.start()
+                if before is None or not (lost := [name for name in now.missing if name not in before.missing]):
+                    return
+                self.close()
+                self.protections = before
+                raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
+            except SandboxTrouble:
+                if attempt == START_ATTEMPTS:
+                    raise
 
     def _forget(self) -> None:
         if self._running is not None:
