@@ -11,7 +11,7 @@ import errno
 import fcntl
 import glob
 import os
-import subprocess
+import secrets
 import sys
 import tempfile
 import time
@@ -202,10 +202,33 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, even if deeply nested or unreadable. Errors are ignored."""
+    """Remove an ended program's folder, even if deeply nested or unreadable: inner folders are moved to the top first. Errors are
+    ignored."""
     with contextlib.suppress(OSError):
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, folder], stderr=subprocess.DEVNULL, check=False)
+        while folders := _emptied(folder):
+            for inner in folders:
+                for deeper in _emptied(inner):
+                    _open_up(deeper)
+                    os.rename(deeper, f"{folder}/{secrets.token_hex()}")  # noqa: PTH104
+                os.rmdir(inner)  # noqa: PTH106
+        os.rmdir(folder)  # noqa: PTH106
+
+
+def _emptied(folder: str) -> list[str]:
+    """Remove the folder's files. Returns its folders."""
+    _open_up(folder)
+    folders = []
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            folders.append(entry.path)
+        else:
+            os.unlink(entry)  # noqa: PTH108
+    return folders
+
+
+def _open_up(folder: str) -> None:
+    with contextlib.suppress(PermissionError):  # another user's: root may read it anyway
+        os.chmod(folder, 0o700)  # noqa: PTH101
 
 
 def claim(folder: str) -> int:

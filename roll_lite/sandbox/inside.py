@@ -16,8 +16,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
-from roll_lite.sandbox.loaded import BUILTINS, FLAGS, HELD_BY, LOADED, MADE_IN_PYTHON, MRO, every_class
-from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
+from roll_lite.sandbox.loaded import BUILTINS, HELD_BY, LOADED, MRO, every_class
+from roll_lite.sandbox.values import encode, plain_copy
 
 COMPARES: dict[str, Callable[[Any, Any], Any]] = {
     "Eq": operator.eq,
@@ -350,16 +350,11 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: its `__module__` says so, or one of its functions is the program's."""
-    if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
+    """True if the program may have created the class: it is new, and has not only functions of the tests."""
+    if id(kind) in LOADED.classes:
         return False
-    return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
-
-
-def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function. Checks globals and code, since `FunctionType` can combine a module's globals with any code."""
-    code, known = function.__code__, function.__globals__
-    return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
+    functions = [one for one in HELD_BY(kind).values() if type(one) is types.FunctionType]
+    return not functions or any(one.__globals__ is not Operators.tests for one in functions)
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
@@ -368,14 +363,8 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if the value's class or a base class defines one of these operators, and that class is the program's or the operator is odd
-    (`_is_odd`)."""
-    for kind in MRO(type(value)):
-        held = HELD_BY(kind)
-        operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}
-        if operators and (_is_own(kind) or any(_is_odd(*one) for one in operators.items())):
-            return True
-    return False
+    """True if a class of the program, of which the value is, defines one of these operators."""
+    return any(_is_own(kind) and not HELD_BY(kind).keys().isdisjoint(dunders) for kind in MRO(type(value)))
 
 
 def _is_odd(name: str, held: Any) -> bool:
