@@ -30,7 +30,6 @@ COMPARES: dict[str, Callable[[Any, Any], Any]] = {
     "IsNot": operator.is_not,
 }
 RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
-MINUS = ("__sub__", "__rsub__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 OF_ARRAYS = ("__array_ufunc__", "__array_function__")
 """Methods by which a class takes over numpy functions: for f(a, b), numpy calls a.__array_ufunc__(f, "__call__", a, b) or
@@ -80,15 +79,12 @@ class _Guards(ast.NodeTransformer):
         kinds = ast.List([ast.Constant(type(one).__name__) for one in node.ops], ast.Load())
         return _call(node, "__compare__", kinds, node.left, *node.comparators)
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute | ast.Name | ast.Subscript) -> ast.AST:
         self.generic_visit(node)
-        return _call(node, "__seen__", node) if isinstance(node.ctx, ast.Load) else node
+        guard = "__seen__" if isinstance(node, ast.Attribute) else "__named__"
+        return _call(node, guard, node) if isinstance(node.ctx, ast.Load) else node
 
-    def visit_Name(self, node: ast.Name | ast.Subscript) -> ast.AST:
-        self.generic_visit(node)
-        return _call(node, "__named__", node) if isinstance(node.ctx, ast.Load) else node
-
-    visit_Subscript = visit_Name
+    visit_Name = visit_Subscript = visit_Attribute
 
     def visit_pattern(self, node: ast.AST) -> ast.AST:
         return node  # Python allows no calls in patterns
@@ -168,7 +164,7 @@ def _guard_unittest(failed: list[str]) -> None:
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             values = [*args[:2], *(kwargs[name] for name in ("first", "second", "member", "container") if name in kwargs)]
             try:
-                if "Almost" in method.__name__ and _decides(values[0], MINUS) != _decides(values[1], MINUS):
+                if "Almost" in method.__name__ and len({_is_of_objects(plain_copy(value)) for value in values}) > 1:
                     raise AssertionError(SEES_PLAIN)
                 method(self, *args, **kwargs)
                 if kind and not _compared(kind, *values):
@@ -267,13 +263,15 @@ def seen_by_name(value: Any) -> Any:
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one would use an operator of the program, the plain data
-    of both is subtracted."""
-    if _decides(one, MINUS) != _decides(other, MINUS):
+    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one is the program's, the plain data of both is
+    subtracted."""
+    is_mixed = _is_of_objects(one) != _is_of_objects(other)
+    if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
-        if _decides(one, MINUS) or _decides(other, MINUS):
-            raise AssertionError(SEES_PLAIN)
-    return one - other
+    difference = one - other
+    if is_mixed and _is_of_objects(difference):
+        raise AssertionError(SEES_PLAIN)
+    return difference
 
 
 def guard_class(kind: type) -> None:
@@ -362,21 +360,16 @@ def _is_programs(known: dict[str, Any]) -> bool:
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
-def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if a class of the program, of which the value is, defines one of these operators."""
-    return any(_is_own(kind) and not HELD_BY(kind).keys().isdisjoint(dunders) for kind in MRO(type(value)))
-
-
 def _is_odd(name: str, held: Any) -> bool:
     """True if an operator is not a function, or is a different operator of a C class (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
-def _decides(value: Any, dunders: tuple[str, ...] = RICH, depth: int = 0) -> bool:
-    """True if comparing or subtracting the value, or one of its items, would call an operator that the program defined."""
+def _decides(value: Any, depth: int = 0) -> bool:
+    """True if comparing the value, or one of its items, would call an operator that the program defined."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
-        return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
-    return _defines(value, dunders)
+        return any(_decides(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
+    return any(_is_own(kind) and not HELD_BY(kind).keys().isdisjoint(RICH) for kind in MRO(type(value)))
 
 
 def _state(value: Any) -> Any:
