@@ -147,7 +147,7 @@ class RewardFunction:
         try:
             scoring.send(None)
         except StopIteration as end:  # nothing in it waits
-            return end.value  # type: ignore[no-any-return]
+            return end.value
         raise AssertionError("a sync function that waits")
 
     async def score(self, item: RewardInput) -> Score:

@@ -105,9 +105,8 @@ def _plain(program: Program) -> dict[str, Any]:
 
 
 def _outcome(data: Mapping[str, Any]) -> Outcome:
-    packed = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
-    numbers = {name: float(data[name]) for name in ("seconds", "cpu_s")}
-    return Outcome(int(data["exit"]), str(data["stopped"]), **packed, **numbers)
+    packed: dict[str, Any] = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
+    return Outcome(int(data["exit"]), str(data["stopped"]), seconds=float(data["seconds"]), cpu_s=float(data["cpu_s"]), **packed)
 
 
 def _packed(content: bytes) -> str:
