@@ -141,7 +141,7 @@ def _filter(function: Callable[..., Any] | None, items: Any) -> Iterator[Any]:
 
 def _iter(first: Any, *last: Any) -> Iterator[Any]:
     calls = (first() for _ in itertools.count())
-    return itertools.takewhile(lambda one: one != last[0], calls) if last else iter(first)
+    return itertools.takewhile(lambda one: not _compared("Eq", one, last[0]), calls) if last else iter(first)
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
@@ -164,10 +164,11 @@ def _guard_unittest(failed: list[str]) -> None:
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             values = [*args[:2], *(kwargs[name] for name in ("first", "second", "member", "container") if name in kwargs)]
             try:
+                own = [_decides(value) for value in values]
                 if "Almost" in method.__name__ and len({_is_of_objects(plain_copy(value)) for value in values}) > 1:
                     raise AssertionError(SEES_PLAIN)
                 method(self, *args, **kwargs)
-                if kind and not _compared(kind, *values):
+                if kind and any(own) and not _compared(kind, *values):
                     raise AssertionError("objects of the program that do not hold the same")
             except AssertionError as error:
                 failed.append(f"AssertionError: {error}"[:300])
@@ -191,10 +192,11 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
     """Compare two values. Two objects of the program must also hold the same to be equal."""
     if kind in ("In", "NotIn"):
         return _holds(second, first) == (kind == "In")
+    own = _decides(first), _decides(second)
     result = COMPARES[kind](first, second)
     if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # numpy's too
         result = bool(result)
-    if not (_decides(first) and _decides(second)):
+    if not all(own):
         return result
     if type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
@@ -204,7 +206,7 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
 
 
 def _holds(container: Any, item: Any) -> bool:
-    if type(container) in PLAIN_CONTAINERS and _decides(item):
+    if type(container) in PLAIN_CONTAINERS and True in [_decides(one) for one in (item, *container)]:
         return any(item is one or _compared("Eq", item, one) for one in container)
     return item in container
 
@@ -269,7 +271,8 @@ def minus(one: Any, other: Any) -> Any:
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
     difference = one - other
-    if is_mixed and _is_of_objects(difference):
+    own = [kind for kind in MRO(type(difference)) if is_mixed and _is_own(kind)]
+    if own and (plain_copy(difference) is not difference or any("__abs__" in HELD_BY(kind) for kind in own)):
         raise AssertionError(SEES_PLAIN)
     return difference
 
@@ -348,11 +351,10 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program may have created the class: it is new, and has not only functions of the tests."""
+    """True if the program may have created the class: it is new, and has no function of the tests."""
     if id(kind) in LOADED.classes:
         return False
-    functions = [one for one in HELD_BY(kind).values() if type(one) is types.FunctionType]
-    return not functions or any(one.__globals__ is not Operators.tests for one in functions)
+    return not any(type(one) is types.FunctionType and one.__globals__ is Operators.tests for one in HELD_BY(kind).values())
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
@@ -366,10 +368,14 @@ def _is_odd(name: str, held: Any) -> bool:
 
 
 def _decides(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value, or one of its items, would call an operator that the program defined."""
+    """True if comparing the value, or one of its items, would call an operator that the program defined. Guards the classes of all of them,
+    since the program may have just created them."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
-        return any(_decides(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
-    return any(_is_own(kind) and not HELD_BY(kind).keys().isdisjoint(RICH) for kind in MRO(type(value)))
+        return True in [_decides(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
+    own = [kind for kind in MRO(type(value)) if _is_own(kind)]
+    for kind in own:
+        guard_class(kind)
+    return any(not HELD_BY(kind).keys().isdisjoint(RICH) for kind in own)
 
 
 def _state(value: Any) -> Any:
