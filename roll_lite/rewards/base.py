@@ -13,15 +13,17 @@ import numbers
 import re
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
+
+Scores = TypeVar("Scores")
 
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
@@ -134,54 +136,48 @@ class RewardFunction:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score a sample outside an event loop. An async function keeps its loop and connections between calls."""
+        """Score a sample outside an event loop."""
+        return self.run(self.score(item))
+
+    def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
+        """Finish `score` or `scores` outside an event loop. An async function keeps its loop and connections between calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
-            return self._runner.run(self.score(item))
+            return self._runner.run(scoring)
         try:
-            return _scored(self._called([item]))
-        except ResponseSuspected as failure:
-            _scored(self._called([replace(item, response=HARMLESS_RESPONSE)]))
-            return self._lowest(failure)
+            scoring.send(None)
+        except StopIteration as end:  # nothing in it waits
+            return end.value
+        raise AssertionError("a sync function that waits")
 
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample inside an event loop, where many calls of an async function may be in flight."""
-        if not self.is_async:
-            return self(item)
         try:
-            return _scored(await self._awaited([item]))
-        except ResponseSuspected:
-            _scored(await self._awaited([replace(item, response=HARMLESS_RESPONSE)]))
-        try:  # the service may have recovered
-            return _scored(await self._awaited([item]))
+            return _scored(await self._called([item]))
         except ResponseSuspected as failure:
-            return self._lowest(failure)
+            suspected = failure
+        _scored(await self._called([replace(item, response=HARMLESS_RESPONSE)]))
+        if self.is_async:
+            try:  # the service may have recovered
+                return _scored(await self._called([item]))
+            except ResponseSuspected as failure:
+                suspected = failure
+        return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
-    def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call of a sync function. RewardFailed if the whole call failed; then the caller scores each sample alone."""
-        return [self(items[0])] if len(items) == 1 else self._called(items)
-
-    async def scores_async(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Like `scores`, for an async function. If the function takes no lists, `items` must have a single sample."""
-        return [await self.score(items[0])] if len(items) == 1 else await self._awaited(items)
+    async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
+        """Score a list in one call; a single sample if the function takes no lists. RewardFailed if the whole call failed; then the caller
+        scores each sample alone."""
+        return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     def close(self) -> None:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
 
-    def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
+    async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         with self._failures():
             results = self._function(items if self.is_batched else items[0], **self._args)
+            results = await results if self.is_async else results
         return self._read(results, len(items))
-
-    async def _awaited(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        with self._failures():
-            results = await self._function(items if self.is_batched else items[0], **self._args)
-        return self._read(results, len(items))
-
-    def _lowest(self, failure: RewardFailed) -> Score:
-        return Score(self.type.lowest(), False, {"verdict": failure.cause}, answer=None)
 
     def _read(self, results: Any, expected: int) -> list[Score | RewardFailed]:
         if not self.is_batched:

@@ -41,9 +41,8 @@ PLAIN_WIDTH = 140
 LONGEST_CELL = 160
 LONGEST_CAUSE = 300
 REFERENCES_SHOWN = 10
-COLUMNS = ("prompt #", "prompt", "response", "answer", "extracted", "score", "verdict", "format", "time")
-SHARES = {"prompt": 4, "response": 3, "answer": 2, "extracted": 2, "verdict": 2}
-"""Columns' shares of the width that the narrow ones leave."""
+COLUMNS = {"prompt #": 0, "prompt": 4, "response": 3, "answer": 2, "extracted": 2, "score": 0, "verdict": 2, "format": 0, "time": 0}
+"""Columns' shares of the width that the narrow ones, which have none, leave."""
 
 Try = tuple[Prompt, str, str]
 """Prompt, response and finish reason."""
@@ -125,12 +124,12 @@ def preview(config: RunConfig, look: Look) -> int:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
     render(looked, title)
-    if references is not None:
-        render_references(references, shows_all=look.limit is None)
     failed = any(isinstance(one.score, str) for one in looked)
     wrong = any(not isinstance(one.score, str) and not one.score.is_correct for one in looked)
-    unreadable = references is not None and bool(references.unreadable)
-    return WRONG_ANSWERS if failed or (look.responses is None and (wrong or unreadable)) else RIGHT
+    if references is not None:
+        render_references(references, shows_all=look.limit is None)
+        wrong = wrong or bool(references.unreadable)
+    return WRONG_ANSWERS if failed or (look.responses is None and wrong) else RIGHT
 
 
 def chosen_domain(config: RunConfig, name: str | None) -> str:
@@ -245,31 +244,28 @@ def read_references(
 
 
 def render(looked: Sequence[Looked], title: str) -> None:
-    console = _console()
-    console.print(_table(looked))
+    _print(_table(looked))
     for cause, prompts in _causes(looked).items():
         more = ", ..." if len(prompts) > 5 else ""
         listed = ", ".join(map(str, prompts[:5]))
-        console.print(Text(f"failed {len(prompts)} x (prompt {listed}{more}): {cause}", style="red"), soft_wrap=True)
-    console.print(Text(summary(looked, title)), soft_wrap=True)
+        _print(Text(f"failed {len(prompts)} x (prompt {listed}{more}): {cause}", style="red"))
+    _print(Text(summary(looked, title)))
 
 
 def render_references(references: References, shows_all: bool) -> None:
-    console = _console()
-    style = "red" if references.unreadable else "green"
-    console.print(Text(references.summary(), style=style), soft_wrap=True)
+    _print(Text(references.summary(), style="red" if references.unreadable else "green"))
     shown = list(references.unreadable.items())[: None if shows_all else REFERENCES_SHOWN]
     for uid, cause in shown:
-        console.print(Text(f"  prompt {uid}: {cause[:LONGEST_CAUSE]}"), soft_wrap=True)
+        _print(Text(f"  prompt {uid}: {cause[:LONGEST_CAUSE]}"))
     if len(shown) < len(references.unreadable):
-        console.print(Text(f"  and {len(references.unreadable) - len(shown)} more; --limit 0 lists them all"), soft_wrap=True)
+        _print(Text(f"  and {len(references.unreadable) - len(shown)} more; --limit 0 lists them all"))
 
 
-def _console() -> Console:
+def _print(shown: Table | Text) -> None:
     console = Console(highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
-    return console
+    console.print(shown, soft_wrap=isinstance(shown, Text))
 
 
 def summary(looked: Sequence[Looked], title: str) -> str:
@@ -285,8 +281,8 @@ def summary(looked: Sequence[Looked], title: str) -> str:
 
 def _table(looked: Sequence[Looked]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in COLUMNS:
-        table.add_column(name, ratio=SHARES.get(name), no_wrap=name not in SHARES, overflow="fold", min_width=len(name))
+    for name, share in COLUMNS.items():
+        table.add_column(name, ratio=share or None, no_wrap=not share, overflow="fold", min_width=len(name))
     for one in looked:
         table.add_row(*_cells(one))
     return table

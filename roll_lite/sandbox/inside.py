@@ -16,21 +16,20 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
-from roll_lite.sandbox.loaded import BUILTINS, FLAGS, HELD_BY, LOADED, MADE_IN_PYTHON, MRO, every_class
-from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
+from roll_lite.sandbox.loaded import BUILTINS, HELD_BY, LOADED, MRO, every_class
+from roll_lite.sandbox.values import encode, plain_copy
 
-COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
-    "Eq": (operator.eq, ("__eq__", "__ne__")),
-    "NotEq": (operator.ne, ("__eq__", "__ne__")),
-    "Lt": (operator.lt, ("__lt__", "__gt__")),
-    "Gt": (operator.gt, ("__lt__", "__gt__")),
-    "LtE": (operator.le, ("__le__", "__ge__")),
-    "GtE": (operator.ge, ("__le__", "__ge__")),
-    "Is": (operator.is_, ()),
-    "IsNot": (operator.is_not, ()),
+COMPARES: dict[str, Callable[[Any, Any], Any]] = {
+    "Eq": operator.eq,
+    "NotEq": operator.ne,
+    "Lt": operator.lt,
+    "Gt": operator.gt,
+    "LtE": operator.le,
+    "GtE": operator.ge,
+    "Is": operator.is_,
+    "IsNot": operator.is_not,
 }
 RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
-COMPARING = (*RICH, "__sub__", "__rsub__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 OF_ARRAYS = ("__array_ufunc__", "__array_function__")
 """Methods by which a class takes over numpy functions: for f(a, b), numpy calls a.__array_ufunc__(f, "__call__", a, b) or
@@ -80,15 +79,12 @@ class _Guards(ast.NodeTransformer):
         kinds = ast.List([ast.Constant(type(one).__name__) for one in node.ops], ast.Load())
         return _call(node, "__compare__", kinds, node.left, *node.comparators)
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+    def visit_Attribute(self, node: ast.Attribute | ast.Name | ast.Subscript) -> ast.AST:
         self.generic_visit(node)
-        return _call(node, "__seen__", node) if isinstance(node.ctx, ast.Load) else node
+        guard = "__seen__" if isinstance(node, ast.Attribute) else "__named__"
+        return _call(node, guard, node) if isinstance(node.ctx, ast.Load) else node
 
-    def visit_Name(self, node: ast.Name | ast.Subscript) -> ast.AST:
-        self.generic_visit(node)
-        return _call(node, "__named__", node) if isinstance(node.ctx, ast.Load) else node
-
-    visit_Subscript = visit_Name
+    visit_Name = visit_Subscript = visit_Attribute
 
     def visit_pattern(self, node: ast.AST) -> ast.AST:
         return node  # Python allows no calls in patterns
@@ -159,30 +155,21 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing assert methods, so that no operator of the program decides a comparison with a plain value."""
+    """Guard unittest's comparing assert methods: failures count even if caught; equal objects of the program must hold the same."""
     import unittest
 
-    holds: dict[str, Callable[[Any, Any], Any]] = {
-        "assertEqual": lambda one, other: _compared("Eq", one, other),
-        "assertNotEqual": lambda one, other: _compared("NotEq", one, other),
-        "assertIn": lambda one, other: _holds(other, one),
-        "assertNotIn": lambda one, other: not _holds(other, one),
-    }
-
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = {"assertEqual": "Eq", "assertIn": "In"}.get(method.__name__)
+
+        def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            values = [*args[:2], *(kwargs[name] for name in ("first", "second", "member", "container") if name in kwargs)]
             try:
-                values = [*args[:2], *(kwargs[name] for name in ("first", "second", "member", "container") if name in kwargs)]
-                own = [_decides(one, COMPARING) for one in values]
-                if len(own) == 2 and own[0] != own[1]:
-                    if (by_data := holds.get(method.__name__)) is None:
-                        raise AssertionError(SEES_PLAIN)
-                    if not by_data(*values):
-                        raise AssertionError(f"{method.__name__} does not hold")
-                    return None
-                if all(own) and method.__name__ == "assertEqual" and _state(values[0]) != _state(values[1]):
+                own = [_decides(value) for value in values]
+                if "Almost" in method.__name__ and len({_is_of_objects(plain_copy(value)) for value in values}) > 1:
+                    raise AssertionError(SEES_PLAIN)
+                method(self, *args, **kwargs)
+                if kind and any(own) and not _compared(kind, *values):
                     raise AssertionError("objects of the program that do not hold the same")
-                return method(self, *args, **kwargs)
             except AssertionError as error:
                 failed.append(f"AssertionError: {error}"[:300])
                 raise
@@ -195,36 +182,33 @@ def _guard_unittest(failed: list[str]) -> None:
 
 
 def compare(kinds: list[str], *values: Any) -> Any:
+    """Compare as an expression does, `a < b == c`."""
     if len(kinds) == 1:
         return _compared(kinds[0], *values)
     return all(_compared(kind, one, other) for kind, one, other in zip(kinds, values, values[1:], strict=False))
 
 
-def _compared(kind: str, one: Any, other: Any) -> Any:
+def _compared(kind: str, first: Any, second: Any) -> Any:
+    """Compare two values. Two objects of the program must also hold the same to be equal."""
     if kind in ("In", "NotIn"):
-        return _holds(other, one) == (kind == "In")
-    operation, dunders = COMPARES[kind]
-    own = [_decides(value, dunders) for value in (one, other)]
-    if not all(own) and any(own):  # compare the data itself, without operators of the program
-        one, other = plain_copy(one), plain_copy(other)
-        if any(_decides(value, dunders) for value in (one, other)):
-            if kind in ("Eq", "NotEq"):
-                return kind == "NotEq"
-            raise AssertionError(SEES_PLAIN)
-    result = operation(one, other)
+        return _holds(second, first) == (kind == "In")
+    own = _decides(first), _decides(second)
+    result = COMPARES[kind](first, second)
     if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # numpy's too
         result = bool(result)
-    if all(own) and type(result) is not bool:
+    if not all(own):
+        return result
+    if type(result) is not bool:
         raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
-    if all(own) and kind in ("Eq", "NotEq") and result == (kind == "Eq"):
-        return (_state(one) == _state(other)) == (kind == "Eq")
+    if kind in ("Eq", "NotEq") and result == (kind == "Eq"):
+        return (_state(first) == _state(second)) == result
     return result
 
 
 def _holds(container: Any, item: Any) -> bool:
-    if type(container) in PLAIN_CONTAINERS and any(_decides(one, ("__eq__", "__ne__")) for one in (item, *container)):
+    if type(container) in PLAIN_CONTAINERS and True in [_decides(one) for one in (item, *container)]:
         return any(item is one or _compared("Eq", item, one) for one in container)
-    return bool(item in container)
+    return item in container
 
 
 class Operators:
@@ -281,14 +265,16 @@ def seen_by_name(value: Any) -> Any:
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one would use an operator of the program, the plain data
-    of both is subtracted."""
-    own = [_decides(value, ("__sub__", "__rsub__")) for value in (one, other)]
-    if any(own) and not all(own):
+    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one is the program's, the plain data of both is
+    subtracted."""
+    is_mixed = _is_of_objects(one) != _is_of_objects(other)
+    if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
-        if any(_decides(value, ("__sub__", "__rsub__")) for value in (one, other)):
-            raise AssertionError(SEES_PLAIN)
-    return one - other
+    difference = one - other
+    own = [kind for kind in MRO(type(difference)) if is_mixed and _is_own(kind)]
+    if own and (plain_copy(difference) is not difference or any("__abs__" in HELD_BY(kind) for kind in own)):
+        raise AssertionError(SEES_PLAIN)
+    return difference
 
 
 def guard_class(kind: type) -> None:
@@ -365,16 +351,10 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program created the class: its `__module__` says so, or one of its functions is the program's."""
-    if not FLAGS(kind) & MADE_IN_PYTHON or id(kind) in LOADED.classes:
+    """True if the program may have created the class: it is new, and has no function of the tests."""
+    if id(kind) in LOADED.classes:
         return False
-    return kind.__module__ == FROM_PROGRAM or any(type(one) is types.FunctionType and _made(one) for one in HELD_BY(kind).values())
-
-
-def _made(function: types.FunctionType) -> bool:
-    """True if the program made the function. Checks globals and code, since `FunctionType` can combine a module's globals with any code."""
-    code, known = function.__code__, function.__globals__
-    return code is GUARD or _is_programs(known) or (known is not Operators.tests and id(code) not in LOADED.codes)
+    return not any(type(one) is types.FunctionType and one.__globals__ is Operators.tests for one in HELD_BY(kind).values())
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
@@ -382,27 +362,20 @@ def _is_programs(known: dict[str, Any]) -> bool:
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
-def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
-    """True if the value's class or a base class defines one of these operators, and that class is the program's or the operator is odd
-    (`_is_odd`)."""
-    for kind in MRO(type(value)):
-        held = HELD_BY(kind)
-        operators = {name: held[name] for name in dunders if name in held} if FLAGS(kind) & MADE_IN_PYTHON else {}
-        if operators and (_is_own(kind) or any(_is_odd(*one) for one in operators.items())):
-            return True
-    return False
-
-
 def _is_odd(name: str, held: Any) -> bool:
     """True if an operator is not a function, or is a different operator of a C class (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
-def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """True if comparing or subtracting the value, or one of its items, would call an operator that the program defined."""
+def _decides(value: Any, depth: int = 0) -> bool:
+    """True if comparing the value, or one of its items, would call an operator that the program defined. Guards the classes of all of them,
+    since the program may have just created them."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
-        return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
-    return _defines(value, dunders)
+        return True in [_decides(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
+    own = [kind for kind in MRO(type(value)) if _is_own(kind)]
+    for kind in own:
+        guard_class(kind)
+    return any(not HELD_BY(kind).keys().isdisjoint(RICH) for kind in own)
 
 
 def _state(value: Any) -> Any:

@@ -68,7 +68,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
     next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
-        trouble = _trouble_with_namespaces(readable)
+        trouble = _trouble_with(lambda: _try_namespaces(readable))
         if not trouble:
             return _namespaces(readable)
         why_not.append(f"namespaces: {trouble}")
@@ -76,18 +76,23 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
     return _without_namespaces(why_not, wanted)
 
 
-def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Why namespaces cannot be created; empty if they can. A child process tries it, since a half-made isolation cannot be undone."""
+def _try_namespaces(readable: Sequence[str]) -> None:
+    walls = _namespaces(readable)
+    if (inner := os.fork()) == 0:
+        go_inside(walls, filesystem.WORK, TRIAL, readable)
+    elif os.waitpid(inner, 0)[1]:
+        raise OSError("")  # the inner process has said why
+
+
+def _trouble_with(change: Callable[[], None]) -> str:
+    """Why a change to this process cannot be made; empty if it can. A child process tries it, since it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = NO_WALLS
         try:
-            walls = _namespaces(readable)
-            inner = os.fork()
-            if inner == 0:
-                go_inside(walls, filesystem.WORK, TRIAL, readable)
-            status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) if inner else 0
+            change()
+            status = 0
         except OSError as error:
             os.write(write, str(error).encode())
         finally:
@@ -141,14 +146,7 @@ def _become_nobody() -> bool:
 
 
 def _works(change: Callable[[], None]) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            change()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
+    return not _trouble_with(change)
 
 
 def _may_use_another_user() -> bool:

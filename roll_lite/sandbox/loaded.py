@@ -25,8 +25,6 @@ class Loaded:
         """Globals of each module, by id. Classes, functions and globals that are not in the snapshot count as the program's."""
         self.classes: dict[int, type] = {}
         """All classes that existed at the snapshot, by id."""
-        self.codes: set[int] = set()
-        """Ids of the code objects of the modules' functions."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
@@ -43,10 +41,6 @@ class Loaded:
             held = self._held.setdefault(id(place), (place, dict(vars(place))))[1]
             functions = [one for one in held.values() if type(one) is types.FunctionType]
             self._code |= {id(one): (one, one.__code__, one.__defaults__, one.__kwdefaults__) for one in functions}
-            codes = [one.__code__ for one in functions]
-            for code in codes:
-                codes += [one for one in code.co_consts if type(one) is types.CodeType]
-            self.codes.update(map(id, codes))
         return self
 
     def put_back(self) -> set[str]:

@@ -24,15 +24,18 @@ from roll_lite.sandbox.kernel import KILL, memory_file
 
 ROOT = str(Path(__file__).resolve().parents[2])
 BOOT = """
-import json, sys
-settings = json.loads(sys.argv[1])
-sys.path.insert(0, settings["root"])
+import sys
+sys.path[0] = sys.argv[1]  # instead of the current folder
+import json
 from roll_lite.sandbox.zygote import main
+settings = json.loads(sys.argv[2])
 main(settings["control"], settings)
 """
 START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
+START_ATTEMPTS = 3
+"""A loaded machine may be late, or short of namespaces until the kernel has removed those of ended sandboxes."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +153,7 @@ class Sandbox:
         """`walls`: strongest isolation to try (see isolation.py). `readable`: more folders that programs may read. `python_path`: folders
         that they may read and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
-        self._settings |= {"root": ROOT, "control_group": True}
+        self._settings["control_group"] = True
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._running: tuple[Program, list[int], float] | None = None
@@ -163,11 +166,11 @@ class Sandbox:
         self.close()
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as said, theirs:
-            command = [getattr(sys, "_base_executable", "") or sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT]
+            command = [getattr(sys, "_base_executable", "") or sys.executable, "-s", "-S", "-B", "-c", BOOT]
             settings = json.dumps(self._settings | {"control": theirs.fileno()})
             try:
                 self._process = subprocess.Popen(
-                    [*command, settings],
+                    [*command, ROOT, settings],
                     pass_fds=[theirs.fileno()],
                     env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
                     stdin=subprocess.DEVNULL,
@@ -286,11 +289,18 @@ class Sandbox:
         """Start the sandbox if it is not running. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
-        before, now = self.protections, self.start()
-        if before is not None and (lost := [name for name in now.missing if name not in before.missing]):
-            self.close()
-            self.protections = before
-            raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
+        before = self.protections
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                now = self.start()
+                if before is None or not (lost := [name for name in now.missing if name not in before.missing]):
+                    return
+                self.close()
+                self.protections = before
+                raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
+            except SandboxTrouble:
+                if attempt == START_ATTEMPTS:
+                    raise
 
     def _forget(self) -> None:
         if self._running is not None:

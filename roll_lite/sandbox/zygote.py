@@ -81,7 +81,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
         group.enter()  # the zygote itself enters: moving each program into a group would take about 10 ms
     os.environ.clear()
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
-    sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
+    sys.path[:] = sys.path[1:] + settings["python_path"]
     kernel.libc.mallopt(M_ARENA_MAX, 1)  # otherwise each thread reserves 64 MB of address space
     for name in WARM.split():
         importlib.import_module(name)

@@ -13,7 +13,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -31,7 +31,7 @@ CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
 from roll_lite.sandbox.guest import main
-main("harness.zip")
+main()
 """
 
 
@@ -90,8 +90,7 @@ class RemoteSandbox:
 
 def request_of(job: Program | Pair) -> dict[str, Any]:
     parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
-    plain = _plain(job) if isinstance(job, Program) else {"program": _plain(job.program), "tests": _plain(job.tests)}
-    files = {"job.json": json.dumps(plain).encode(), "harness.zip": _harness()}
+    files = {"job.json": json.dumps([*map(_plain, parts)]).encode(), "harness.zip": _harness()}
     return {
         "language": "python",
         "code": CODE,
@@ -102,14 +101,12 @@ def request_of(job: Program | Pair) -> dict[str, Any]:
 
 
 def _plain(program: Program) -> dict[str, Any]:
-    plain = {"order": program.order, "address_space": program.address_space, "limits": asdict(program.limits)}
-    return plain | {"stdin": _packed(program.stdin), "artifact": _packed(program.artifact)}
+    return asdict(program) | {"stdin": _packed(program.stdin), "artifact": _packed(program.artifact)}
 
 
 def _outcome(data: Mapping[str, Any]) -> Outcome:
-    plain = {one.name: data[one.name] for one in fields(Outcome)}
-    packed = {name: base64.b64decode(plain[name]) for name in ("stdout", "stderr", "result")}
-    return Outcome(int(plain["exit"]), str(plain["stopped"]), **packed, seconds=float(plain["seconds"]), cpu_s=float(plain["cpu_s"]))
+    packed: dict[str, Any] = {name: base64.b64decode(data[name]) for name in ("stdout", "stderr", "result")}
+    return Outcome(int(data["exit"]), str(data["stopped"]), seconds=float(data["seconds"]), cpu_s=float(data["cpu_s"]), **packed)
 
 
 def _packed(content: bytes) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from roll_lite.data.samples import Score
@@ -45,6 +45,10 @@ class Attempt:
     artifact: bytes = b""
     over: bool = False
 
+    @property
+    def is_open(self) -> bool:
+        return not self.over and self.failure is None and self.done < len(self.tests)
+
     def fail(self, verdict: str) -> None:
         self.verdict = self.verdict or f"test {self.done}: {verdict}"
 
@@ -71,18 +75,15 @@ class Rounds:
     tolerance: float
     total_s: float
     fail_fast: bool
-    _jobs: list[tuple[Attempt, Test]] = field(default_factory=list)
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
         """Run a few tests of every sample per round, samples concurrently. With `fail_fast`, a sample ends at its first failure."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
-        waiting = [one for one in attempts if not one.over and one.failure is None]
-        while waiting:
+        while waiting := [one for one in attempts if one.is_open]:
             groups = [self._group(one) for one in waiting]
             jobs = [self._job(one, group) for one, group in zip(waiting, groups, strict=True)]
             for attempt, group, ended in zip(waiting, groups, backend.run_many(jobs), strict=True):
                 self._note(attempt, group, ended)
-            waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
 
     def _group(self, attempt: Attempt) -> list[Test]:
         """Choose the tests that the next process runs: all asserts, one run with input, or several calls (with `fail_fast` few at first,

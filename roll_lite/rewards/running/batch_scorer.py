@@ -150,7 +150,7 @@ class BatchScorer:
             if len(open_) > 1 and call[0] is not open_[0] and started > until:
                 return
             try:
-                scores = limited(self._rest(call), lambda call=call: function.scores([one.item for one in call]), waiting=True)  # type: ignore[misc]
+                scores = limited(self._rest(call), lambda call=call: function.run(function.scores(_items(call))), waiting=True)  # type: ignore[misc]
                 _note(function, call, scores)
             except TimeLimitExceeded:
                 scored.interrupted = True
@@ -203,7 +203,7 @@ class BatchScorer:
         """Call an async function. If a call for several samples fails as a whole, retry them one by one."""
         try:
             async with asyncio.timeout(self._rest(entries)):
-                scores = await function.scores_async([entry.item for entry in entries])
+                scores = await function.scores(_items(entries))
         except TimeoutError:
             for entry in entries:
                 entry.is_suspect = len(entries) > 1
@@ -236,6 +236,10 @@ class BatchScorer:
         except RewardFailed as failure:
             return failure.cause
         return replace(score, format_ok=entry.format_ok)
+
+
+def _items(entries: Sequence[_Entry]) -> list[RewardInput]:
+    return [entry.item for entry in entries]
 
 
 def _note(function: RewardFunction, entries: Sequence[_Entry], scores: Sequence[Score | RewardFailed]) -> None:

@@ -153,6 +153,7 @@ class Length:
         return function(*(getattr(one, 'x', one) for one in values), **named)
 """
     tests = "import numpy as np\nassert (vector(1, 2) + 1 == np.array([2, 3])).all() and vector(1, 2).unit == 'm'\n"
+    tests += "assert (abs(vector(1, 2) - np.array([1, 2])) < 1e-9).all() and (abs(np.array([1, 2]) - vector(1, 2)) < 1e-9).all()\n"
     tests += "assert np.allclose(Length(np.ones(2)), Length(np.ones(2))) and np.add(Length(1), 2).x == 3"
     assert verdict(program, tests, python_path=[PACKAGES], memory_mb=4096) == "passed"
 
@@ -182,6 +183,10 @@ class P:
     def __iter__(self): return iter((fresh(), fresh()))
     def x(self): return {'area': fresh(), 'rows': [[fresh()]]}
     def each(self): return (fresh() for _ in range(2))
+    def deep(self):
+        class Equal:
+            def __eq__(self, other): return True
+        return {'rows': [[Equal()]]}
     def learn(self): type(self).__sub__ = lambda *others: 0.0
     def nameless(self): raise type('', (BaseException,), {'__traceback__': property(lambda s: None)})()
 class Own(float):
@@ -197,9 +202,11 @@ class Distance:
 class Area:
     def __init__(self, *r): pass
     def __sub__(self, other): return Distance()
+    def __rsub__(self, other): return type('Zero', (float,), {})()
 """
 FOUND = [
     "assert abs(Area(3) - 28.274) < 1e-3",
+    "assert abs(28.274 - Area(3)) < 1e-3",
     "assert abs(Own(1) - 28.274) < 1e-3",
     "assert abs(28.274 - Own(1)) < 1e-3",
     "assert Own(1) - 28.274 == 0",
@@ -215,6 +222,11 @@ FOUND = [
     "a, b = P()\nd = a - 28.274\nassert d == 0",
     "for one in P().each():\n    d = one - 28.274\n    assert d == 0",
     "assert all(one - 28.274 == 0 for one in P().each())",
+    "assert P().deep() == {'rows': [[28.274]]}",
+    "for one in iter(lambda: P().deep()['rows'][0][0], 28.274): assert False",
+    "assert [28.274] in P().deep()['rows']",
+    "import unittest\nunittest.TestCase().assertEqual(P().deep(), {'rows': [[28.274]]})",
+    "import unittest\nunittest.TestCase().assertIn([28.274], P().deep()['rows'])",
     "p = P()\np.learn()\nd = p - 28.274\nassert d == 0",
     "assert P().nameless() == 5",
 ]
@@ -369,6 +381,9 @@ RIGHT = [
     "@comparable\nclass A:\n    def __init__(self, n): self.n = n\nassert A(1) == A(1) and A(1) < A(2) and sorted([A(2), A(1)])[0].n == 1\n"
     "Vector",
     "class W(Vector): pass\nassert W(1, 2) == Vector(1, 2) or True\nassert W(1, 2) + W(1, 2) == Vector(2, 4)",
+    "import functools\n@functools.total_ordering\nclass Near:\n    def __init__(self, n): self.n = n\n"
+    "    def __eq__(self, o): return abs(self.n - o) < 1\n    def __lt__(self, o): return self.n < o\n"
+    "assert Near(5) == 5.5 and [5.5].count(Near(5)) and Near(5) >= 4 and Vector",
     "class Own:\n    def __eq__(self, o): return o.x == 1\nassert Own() == Vector(1, 2) or [Own()].count(Vector(1, 2))",
     "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
     "        self.assertEqual(Vector(1, 2) + Vector(1, 1), Vector(2, 3))\n"

@@ -15,17 +15,14 @@ FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 AROUND = 0.1
-"""Tolerance of the quantifier "around": this share of the number, but at least 1."""
+"""Tolerance of the relation "around": this share of the number, but at least 1."""
 
 
-def holds(count: int, relation: str, number: int) -> bool:
-    return count >= number if relation == "at least" else count < number
-
-
-def quantified(count: int, quantifier: str, number: int, off: int | None = None) -> bool:
-    """True if `count` is "at least", "at most" or "around" the number. `off`: tolerance of "around"."""
+def holds(count: int, relation: str, number: int, off: int | None = None) -> bool:
+    """True if `count` is "at least", "less than", "at most" or "around" the number. `off`: tolerance of "around"."""
     off = max(round(number * AROUND), 1) if off is None else off
-    return abs(count - number) <= off if quantifier == "around" else count >= number if quantifier == "at least" else count <= number
+    around = abs(count - number) <= off
+    return {"at least": count >= number, "less than": count < number, "at most": count <= number, "around": around}[relation]
 
 
 def occurrences(keyword: str, response: str) -> int:
@@ -189,8 +186,8 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_response_language": lambda response, language: is_language(response, language, without_letters=False),
     # Paragraphs are separated by * * *, and none is empty.
     "verify_paragraph_count": lambda response, N: len(response.split("* * *")) == N and every(response.split("* * *"), str.strip),
-    "validate_word_constraint": lambda response, N, quantifier: quantified(len(response.split()), quantifier, N),
-    "verify_sentence_constraint": lambda response, N, quantifier: quantified(len(sentences(response)), quantifier, N, off=1),
+    "validate_word_constraint": lambda response, N, quantifier: holds(len(response.split()), quantifier, N),
+    "verify_sentence_constraint": lambda response, N, quantifier: holds(len(sentences(response)), quantifier, N, off=1),
     "validate_paragraphs": validate_paragraphs,
     # Text must follow the marker.
     "verify_postscript": lambda response, postscript_marker: bool(response.partition(postscript_marker)[2].strip()),
@@ -206,7 +203,7 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_two_responses": two_responses,
     "validate_uppercase": english_capital,
     "validate_lowercase": english_lowercase,
-    "validate_frequency_capital_words": lambda response, N, quantifier: quantified(capital_words(response), quantifier, N),
+    "validate_frequency_capital_words": lambda response, N, quantifier: holds(capital_words(response), quantifier, N),
     "validate_end": end_checker,
     "validate_quotation": quotation,
     "validate_no_commas": IFEVAL["punctuation:no_comma"],
