@@ -102,6 +102,7 @@ async def test_an_update_that_breaks_off_half_way_changes_nothing(engine: Harnes
     await assert_serves(engine)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("other", "workers"),
     [("vllm", 2), *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("vllm", 1), ("sglang", 1), ("sglang", 2)))],

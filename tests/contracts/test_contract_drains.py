@@ -31,6 +31,7 @@ class Questions:
         return Prompt("a", index, str(index), (*PROMPT, 10 + index))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("make", [pytest.param("vllm", marks=pytest.mark.slow), pytest.param("sglang", marks=pytest.mark.nightly)])
 async def test_an_engine_that_leaves_in_the_middle_of_a_step_costs_no_token(make: Make, tmp_path: Path) -> None:
     require(make)

@@ -106,6 +106,7 @@ async def test_the_ends_of_that_range_are_sampled(engine: Harness, temperature: 
     assert (await engine.one(4)).error is None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 async def test_a_cache_too_small_for_one_request_is_refused_at_the_start(tmp: Path) -> None:
     """vLLM sees to that itself. SGLang would cut such a response short and call it complete."""

@@ -79,6 +79,7 @@ def running_driver(how: str, tmp: Path, address: str = "") -> Iterator[tuple[sub
             driver.wait()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("how", "end"),
     [

@@ -104,6 +104,7 @@ def test_losses_and_weights_come_out_again(recipe: str, settings: list[str], com
         the_last_step_may_be_missing(tmp_path / "run", compared)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

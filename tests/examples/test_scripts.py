@@ -77,6 +77,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def resumed(path: Path, folder: Path) -> tuple[int, int]:
     return peak.bytes, 12 * weights // dist.get_world_size()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_copy_reads_of_the_optimizers_state_what_it_owns(ranks: RankPool, path: Path, tmp_path: Path) -> None:
     """All four together have 450 MB of it."""
