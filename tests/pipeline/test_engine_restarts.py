@@ -301,7 +301,7 @@ def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
         until(restarts.may_serve)
         service.one(RolloutWorker.shutdown)
     finally:
-        WATCH.errands.clear()
+        WATCH.errands.pop("engines", None)
         service.shutdown()
         infer.shutdown()
         placement.release()
