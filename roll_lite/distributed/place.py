@@ -6,12 +6,14 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import psutil
 import ray
+from ray._private.state import actors
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -72,6 +74,24 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
             process.kill()
         except psutil.Error:
             continue
+
+
+MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
+"""Roles of the workers that the rollout service starts, by the names of their classes."""
+
+
+def member_places() -> list[tuple[str, int, Place]]:
+    """Role, number and place of each living reward and environment worker of this run, oldest first. Asks Ray."""
+    if not ray.is_initialized():
+        return []
+    job = ray.get_runtime_context().worker.current_job_id
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+    living = [actor for actor in actors(job_id=job, actor_state_name="ALIVE").values() if actor["ActorClassName"] in MEMBER_ROLES]
+    return [
+        (role := MEMBER_ROLES[actor["ActorClassName"]], next(numbers[role]), Place(where["NodeID"], actor["Pid"], where["IPAddress"]))
+        for actor in sorted(living, key=lambda actor: actor["StartTime"])
+        for where in [actor["Address"]]
+    ]
 
 
 class ActorMember(ABC):

@@ -14,9 +14,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.schema.run import ChaosConfig
-from roll_lite.distributed.place import Place
+from roll_lite.distributed.place import MEMBER_ROLES, Place, member_places
 from roll_lite.distributed.rank_group import WATCH
 
+MEMBER_TARGETS = frozenset(MEMBER_ROLES.values())
 SLICE_SECONDS = 0.2
 RUNS = 0.1
 """Share of the time in which a slowed process runs."""
@@ -91,6 +92,9 @@ class Chaos:
             for rank, pulse in enumerate(group.pulses)
             if pulse.place is not None and rank not in group.lost and not (action == "cut" and pulse.place.node in self._never_cut)
         ]
+        if MEMBER_TARGETS.intersection(self._config.targets):
+            members = [member for member in member_places() if member[0] in self._config.targets]
+            victims += [one for one in members if not (action == "cut" and one[2].node in self._never_cut)]
         if not victims:
             return
         role, rank, place = victims[self._draw.randrange(len(victims))]

@@ -22,7 +22,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.failures import RankFailed
-from roll_lite.distributed.place import Place
+from roll_lite.distributed.place import Place, member_places
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import Moved
 from roll_lite.distributed.weight_sync.group import Pushed
@@ -51,7 +51,7 @@ FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """Reason for a pause, which lasts until the user deletes the file."""
 PROCESSES_FILE = "processes.json"
-"""Node and process id of each rank, engine host and service."""
+"""Node and process id of each rank, engine host, service, reward and environment worker."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 """Row columns in the credit files, which list each sample's reward and advantage."""
@@ -89,7 +89,7 @@ class Journal:
         """Numbers of engines that were lost, returned, joined or left since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
         """(place, text without its numbers) -> (number of reports, first full text)."""
-        self._places: list[tuple[tuple[str, int], Place]] = []
+        self._places: list[tuple[str, int, Place]] = []
         """Content of PROCESSES_FILE."""
         self._picture = LivePicture(self._draw)
         self._current = 0
@@ -146,10 +146,10 @@ class Journal:
 
     def processes(self) -> None:
         """Write PROCESSES_FILE if a process has started or moved since the last call."""
-        places = sorted(WATCH.places().items())
+        places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())] + member_places()
         if places != self._places:
             self._places = places
-            table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for (role, rank), place in places]
+            table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for role, rank, place in places]
             write_whole(self.folder / PROCESSES_FILE, json.dumps(table, indent=1) + "\n")
 
     @contextmanager

@@ -129,6 +129,27 @@ def test_nodes_that_cannot_be_cut_off_are_told_with_the_remedy(ray_local: object
         check_cuts(cuts, [here])
 
 
+class RewardWorker:
+    def place(self) -> Place:
+        return Place.here()
+
+
+def test_reward_workers_are_known_and_killed_though_the_service_starts_them(ray_local: object) -> None:
+    before = {place.pid for _, _, place in module.member_places()}
+    workers = [ray.remote(RewardWorker).options(num_cpus=0).remote() for _ in range(2)]
+    places = [ray.get(worker.place.remote()) for worker in workers]
+    found = [(role, place) for role, _, place in module.member_places() if place.pid not in before]
+    assert found == [("rewards", place) for place in places]
+    said: list[str] = []
+    chaos = Chaos(ChaosConfig(every_s=1e-3, targets=["rewards"], most=1 + len(before)), said.append)
+    deadline = time.monotonic() + 30
+    while all(psutil.pid_exists(place.pid) for place in places):
+        time.sleep(0.1)
+        chaos.tick()
+        assert time.monotonic() < deadline
+    assert all(line.startswith("chaos: kill of rewards rank") for line in said)
+
+
 def test_a_rank_is_killed_while_the_driver_waits(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(1)), Adder)
     cluster.all(Adder.place)

@@ -196,10 +196,10 @@ class LimitsConfig(Section):
     auto: 7 with GPUs, 300 without."""
 
 
-Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "reward_models", "judges"]
+Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments", "reward_models", "judges"]
 Fault = Literal["kill", "stop", "slow", "cut"]
 ONLY_KILLS: dict[Fault, float] = {"kill": 1.0}
-USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "actor_infer", "rollouts")
+USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments")
 
 
 class ChaosConfig(Section):
@@ -209,7 +209,8 @@ class ChaosConfig(Section):
     every_s: PositiveFloat = 60.0
     """Mean time between faults in seconds; the times are random."""
     targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
-    """Roles whose processes get faults, including child processes, such as an engine's. rollouts: the rollout service."""
+    """Roles whose processes get faults, including child processes, such as an engine's. rollouts: the rollout service; rewards and
+    environments: their workers."""
     actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
     """Relative frequencies of the faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the usual speed for slow_s. cut: the process's
     node sends nothing over the network for cut_s. The nodes of the driver and of Ray's head are never cut off. cut needs root and
