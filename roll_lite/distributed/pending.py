@@ -29,6 +29,7 @@ KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another rank reports a broken connection."""
 STACK_SECONDS = 3.0
+MOST_STACKS = 8
 DUMP_SECONDS = 0.5
 """Time for a process to write its stacks to its log."""
 
@@ -281,7 +282,7 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
     """Stack traces of the ranks; of those that do not answer, as far as signals get them."""
     if not group.deaths:
         return ""
-    refs = {group.stacks(rank): rank for rank in stuck}
+    refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STACK_SECONDS)
     texts = []
     for ref, rank in refs.items():

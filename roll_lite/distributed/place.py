@@ -17,7 +17,7 @@ from ray._private.state import actors
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_lite.distributed.fleet import ASK_SECONDS, until_silent
+from roll_lite.distributed.fleet import SILENCE_SECONDS, until_silent
 from roll_lite.distributed.liveness import first_of, is_stopped, status_of
 
 
@@ -76,6 +76,8 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
             continue
 
 
+STOPPED_LOOKS = 50
+"""Looks within SILENCE_SECONDS, all of which must find a process stopped: one that is slowed down is stopped most of the time."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 """Roles of the workers that the rollout service starts, by the names of their classes."""
 
@@ -130,8 +132,8 @@ class ActorMember(ABC):
     async def _until_stopped(self) -> str:
         """Wait until the process, on this node, is stopped (SIGSTOP): one at work is not asked for an answer."""
         looks = 0
-        while looks < 2:  # a debugger may stop it for a moment
-            await asyncio.sleep(ASK_SECONDS)
+        while looks < STOPPED_LOOKS:
+            await asyncio.sleep(SILENCE_SECONDS / STOPPED_LOOKS)
             process = None if self._place is None else self._place.process
             looks = looks + 1 if process is not None and is_stopped(process) else 0
         return "its process is stopped, as by SIGSTOP"

@@ -126,7 +126,7 @@ def _may_want_token(address: str) -> bool:
         try:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=CONNECT_SECONDS)
         except grpc.RpcError as error:
-            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
+            return error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
     return False
 
 

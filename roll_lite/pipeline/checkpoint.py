@@ -305,7 +305,13 @@ class Checkpoints:
         self._waiting.clear()
         if self._newest is None:
             return None
-        state = self._verified(self._newest, models, self._on_nodes(self._newest))
+        copy = self._on_nodes(self._newest)
+        try:
+            state = self._verified(self._newest, models, copy if (copy / LIST_FILE).exists() else None)
+        except DamagedCheckpoint:
+            if is_local(self._newest):
+                raise
+            state = self._verified(self._newest, models)  # the driver's copy may be damaged, and the store's not
         self._load_models(models, self._newest)
         return state
 
@@ -313,11 +319,12 @@ class Checkpoints:
         """Mark the newest checkpoint as damaged, so that the one before becomes the newest. Raises the error if there is none of this run
         before: a resumed run cannot go back to its start."""
         assert self._newest is not None
-        earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
-        if self._newest.parent.parent != self._home or not (earlier or self._config.checkpoint.source is None):
-            raise error
-        logger.warning("%s", error)
-        set_aside(self._newest)
+        with reaching(self._home):
+            earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
+            if self._newest.parent.parent != self._home or not (earlier or self._config.checkpoint.source is None):
+                raise error
+            logger.warning("%s", error)
+            set_aside(self._newest)
         self._newest = earlier[-1] if earlier else None
 
     def _load_models(self, models: Models, folder: Path) -> None:

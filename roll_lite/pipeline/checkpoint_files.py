@@ -36,6 +36,7 @@ from roll_lite.files import (
 )
 from roll_lite.models.hf_config import check_same_model, read_hf_config
 from roll_lite.observability.run_folder import checkpoint_setting, experiment_folder, resumed_from
+from roll_lite.observability.trackers import tracker_ids
 from roll_lite.pipeline.resumed_settings import described, refused
 
 FOLDER = "checkpoints"
@@ -218,11 +219,12 @@ def damaged(checkpoint: Path, name: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"checkpoint.resume: {checkpoint / name} {what}. The checkpoint is damaged; {remedy(checkpoint)}")
 
 
-def saved_tracker_ids(checkpoint: Path) -> dict[str, str]:
-    """Ids at tracking services of the run that wrote the checkpoint; {} if it is damaged, which loading tells."""
-    with suppress(OSError, ValueError):
-        return dict(_read_json(checkpoint, STATE_FILE).get("trackers", {}))
-    return {}
+def known_tracker_ids(checkpoint: Path) -> dict[str, str]:
+    """Ids at tracking services of the run that wrote the checkpoint, from the checkpoint or its run's folder; {} if neither has any."""
+    found: dict[str, str] = {}
+    with suppress(OSError, ValueError, StoreUnreachable), reaching(checkpoint):
+        found = _read_json(checkpoint, STATE_FILE).get("trackers", {})
+    return found or (tracker_ids(checkpoint.parent.parent) if is_local(checkpoint) else {})
 
 
 def _read_json(checkpoint: Path, name: str) -> Any:

@@ -228,6 +228,7 @@ class EngineRestarts:
             self._journal.console.message(f"actor_infer[{engine}] is tried again in an hour: {why}")
         else:
             self._group.replaceable.discard(engine)
+            ray.kill(self.replicas.actors[engine])  # it may hang and hold its devices
             self._journal.console.message(f"actor_infer[{engine}] is not started again: {why}")
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LiveP
 from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
-from roll_lite.pipeline.checkpoint_files import resumption, saved_tracker_ids, steps_of
+from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
@@ -101,7 +101,7 @@ class Journal:
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
         repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
-        ids = {} if resume is None else saved_tracker_ids(resumption(resume).checkpoint)
+        ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
         self._summarize("running")
@@ -146,7 +146,9 @@ class Journal:
 
     def processes(self) -> None:
         """Write PROCESSES_FILE if a process has started or moved since the last call."""
-        places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())] + member_places()
+        places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())]
+        with suppress(Exception):  # Ray is asked: the table is not worth a step
+            places += member_places()
         if places != self._places:
             self._places = places
             table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for role, rank, place in places]

@@ -82,6 +82,8 @@ class Recovery:
         """True until the rollout service has been restarted, whatever else is lost meanwhile."""
         self._rewinds = False
         """True until a run that goes back to an earlier step has got there."""
+        self._validation: int | None = None
+        """Step of a validation that was lost with the service, until it runs again."""
 
     def begin(self, state: dict[str, Any]) -> None:
         """Remember the driver's state at the start, for runs without a checkpoint."""
@@ -125,7 +127,9 @@ class Recovery:
             except RankFailed as error:
                 self._require_restart(error)
                 losses.append(error)
-            except DamagedCheckpoint as error:  # of `_recover`, which begins again with the checkpoint before
+            except DamagedCheckpoint as error:
+                if not losses:  # of the work, which does not load
+                    raise
                 self._checkpoints.set_aside_newest(error)
 
     def _require_restart(self, failure: RankFailed) -> None:
@@ -183,7 +187,7 @@ class Recovery:
             self._weights_are_known = True
             if self._service_is_lost:
                 self._restart_service(pipeline)
-        self._journal.rank_returned(failure.role, time.monotonic() - started, self.reached["steps_done"])
+        self._journal.rank_returned(" and ".join(sorted(roles)), time.monotonic() - started, self.reached["steps_done"])
 
     def _restart_models(self, models: Sequence[Model[Any]], goes_back: bool) -> None:
         with WATCH.expecting_answers(None):
@@ -200,14 +204,16 @@ class Recovery:
         with WATCH.expecting_answers(None):
             self._source.restart(self.source_state)
         self._journal.ledger.start(pipeline.steps_done, pipeline.version, again=True)
-        validation = pipeline.validation.forget()
+        forgotten = pipeline.validation.forget()
+        self._validation = self._validation if forgotten is None else forgotten
         if self._rewinds:
             self._journal.go_back(pipeline.steps_done)
             if pipeline.validation_is_due:
                 pipeline.validate()
-        elif validation is not None:
-            pipeline.begin_validation(validation)
+        elif self._validation is not None:
+            pipeline.begin_validation(self._validation)
         self._rewinds = self._service_is_lost = False
+        self._validation = None
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:

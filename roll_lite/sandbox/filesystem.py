@@ -10,8 +10,8 @@ import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import os
-import secrets
 import sys
 import tempfile
 import time
@@ -45,7 +45,10 @@ SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that programs may use. /dev/zero is missing: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
+REMOVED = "removed-"
 DEEPEST = 256
+DEEPEST_OPEN = 100
+"""Maximum nested folders open at once while a tree is removed."""
 BLOCK = 512
 """Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
@@ -202,33 +205,53 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, even if deeply nested or unreadable: inner folders are moved to the top first. Errors are
-    ignored."""
+    """Remove an ended program's folder, even if deeply nested or unreadable. Errors are ignored."""
     with contextlib.suppress(OSError):
-        while folders := _emptied(folder):
-            for inner in folders:
-                for deeper in _emptied(inner):
-                    _open_up(deeper)
-                    os.rename(deeper, f"{folder}/{secrets.token_hex()}")  # noqa: PTH104
-                os.rmdir(inner)  # noqa: PTH106
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            moved, names = itertools.count(), [""]
+            while names:  # folders nested too deeply are moved to the top, and removed from there
+                names = [new for name in names for new in _empty(name, top, top, moved, 0)]
+        finally:
+            os.close(top)
         os.rmdir(folder)  # noqa: PTH106
 
 
-def _emptied(folder: str) -> list[str]:
-    """Remove the folder's files. Returns its folders."""
-    _open_up(folder)
-    folders = []
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
-            folders.append(entry.path)
-        else:
-            os.unlink(entry)  # noqa: PTH108
-    return folders
+def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
+    """Empty a folder and remove it; the top folder (empty `name`) is only emptied. Folders nested too deeply are moved to the top folder
+    instead, with names numbered by `moved`; returns these names."""
+    found = list[str]()
+    with contextlib.suppress(OSError):
+        if name:
+            os.chmod(name, 0o700, dir_fd=parent)
+        place = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            with os.scandir(place) as entries:
+                inside = sorted((entry.inode(), entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+            for _, inner, is_folder in inside:
+                with contextlib.suppress(OSError):
+                    if not is_folder:
+                        os.unlink(inner, dir_fd=place)
+                    elif depth < DEEPEST_OPEN:
+                        try:
+                            os.rmdir(inner, dir_fd=place)
+                        except OSError:  # not empty
+                            found.extend(_empty(inner, place, top, moved, depth + 1))
+                    else:
+                        os.chmod(inner, 0o700, dir_fd=place)
+                        new = _free_name(top, moved)
+                        os.rename(inner, new, src_dir_fd=place, dst_dir_fd=top)
+                        found.append(new)
+        finally:
+            os.close(place)
+        if name:
+            os.rmdir(name, dir_fd=parent)
+    return found
 
 
-def _open_up(folder: str) -> None:
-    with contextlib.suppress(PermissionError):  # another user's: root may read it anyway
-        os.chmod(folder, 0o700)  # noqa: PTH101
+def _free_name(folder: int, numbers: Iterator[int]) -> str:
+    names = (f"{REMOVED}{number}" for number in numbers)
+    return next(name for name in names if not os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False))
 
 
 def claim(folder: str) -> int:

@@ -155,7 +155,8 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing assert methods: failures count even if caught; equal objects of the program must hold the same."""
+    """Guard unittest's comparing assert methods: failures count even if caught, equal objects of the program must hold the same, and an
+    object is not almost equal to a plain value."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +169,8 @@ def _guard_unittest(failed: list[str]) -> None:
                 if "Almost" in method.__name__ and len({_is_of_objects(plain_copy(value)) for value in values}) > 1:
                     raise AssertionError(SEES_PLAIN)
                 method(self, *args, **kwargs)
-                if kind and any(own) and not _compared(kind, *values):
+                once = kind == "In" and type(values[1]) not in PLAIN_CONTAINERS  # an iterator may be used up
+                if kind and not once and any(own) and not _compared(kind, *values):
                     raise AssertionError("objects of the program that do not hold the same")
             except AssertionError as error:
                 failed.append(f"AssertionError: {error}"[:300])

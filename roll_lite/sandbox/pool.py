@@ -154,6 +154,8 @@ class Sandbox:
         that they may read and import from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
+        # Without walls, somebody else's sandbox is around: programs find what its image has installed.
+        self._settings["environment"] = dict(os.environ) if walls == "none" else {"PATH": "/usr/local/bin:/usr/bin:/bin"}
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._running: tuple[Program, list[int], float] | None = None

@@ -50,6 +50,7 @@ PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
 """Prefix of ended programs' folders, and maximum number of them that await removal."""
 M_ARENA_MAX = -8
+PIDFD_OPEN = 434
 
 
 def main(control: int, settings: dict[str, Any]) -> None:
@@ -80,7 +81,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
     if group is not None:
         group.enter()  # the zygote itself enters: moving each program into a group would take about 10 ms
     os.environ.clear()
-    os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
+    os.environ.update(settings["environment"] | {"HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = sys.path[1:] + settings["python_path"]
     kernel.libc.mallopt(M_ARENA_MAX, 1)  # otherwise each thread reserves 64 MB of address space
     for name in WARM.split():
@@ -222,7 +223,8 @@ class Zygote:
             os._exit(1)
 
     def _watch(self, pid: int, limits: dict[str, Any], started: float) -> dict[str, Any]:
-        handle = os.pidfd_open(pid)
+        # Python lacks the function where it was built with old headers.
+        handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else kernel.libc.syscall(PIDFD_OPEN, pid, 0)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
         poller.register(self._line.fileno(), select.POLLIN)

@@ -19,7 +19,7 @@ from roll_lite.distributed.failures import RankFailed
 from roll_lite.files import FileRecord, record
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
-from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint, finished_checkpoints, resumption, saved_tracker_ids
+from roll_lite.pipeline.checkpoint_files import DamagedCheckpoint, finished_checkpoints, known_tracker_ids, resumption
 from roll_lite.pipeline.clusters import Models
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
@@ -422,9 +422,11 @@ def test_lost_ranks_load_the_checkpoint_before_a_damaged_one(config: RunConfig, 
 def test_ids_at_tracking_services_are_in_checkpoints(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "trackers.json").write_text('{"wandb": "abc"}')
     folder = Checkpoints(config, tmp_path).save(parts("actor_train"), ROLLOUTS, {"steps_done": 2})
-    assert saved_tracker_ids(folder) == {"wandb": "abc"}
+    assert known_tracker_ids(folder) == {"wandb": "abc"}
     (folder / "state.json").write_text("{")
-    assert saved_tracker_ids(folder) == {}
+    assert known_tracker_ids(folder) == {"wandb": "abc"}, "the run's folder has them, too"
+    (tmp_path / "trackers.json").unlink()
+    assert known_tracker_ids(folder) == {}
 
 
 def test_a_copy_counts_once_all_have_made_it_and_is_given_up_if_loading_fails(config: RunConfig, tmp_path: Path, copying: Any) -> None:

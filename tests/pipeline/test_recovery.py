@@ -237,6 +237,30 @@ def test_a_service_is_restarted_though_a_rank_is_lost_meanwhile(second: RankFail
     assert story[-3:] == ["returned", "generate 3", "train 3"]
 
 
+def test_a_lost_validation_runs_again_though_a_rank_is_lost_while_it_begins() -> None:
+    pipeline = Pipeline()
+    pipeline.run(2)
+    pipeline.checkpoints.newest_step = 2
+    forgotten: list[int | None] = [0, None]
+    pipeline.validation.forget = lambda: forgotten.pop(0)
+    pipeline.fails = {"before training 3": [lost("rollouts")]}
+    fail_in(pipeline, pipeline, "begin_validation", lost("reference"))
+    pipeline.story.clear()
+    story = pipeline.run(3)
+    assert story.count("validation of 0") == 1 and story[-3:] == ["returned", "generate 3", "train 3"]
+
+
+def test_a_damaged_checkpoint_in_a_step_sets_nothing_aside() -> None:
+    pipeline = Pipeline()
+
+    def step() -> None:
+        raise DamagedCheckpoint("files.json of one that waits for its upload")
+
+    pipeline.step = step  # type: ignore[method-assign]
+    with pytest.raises(DamagedCheckpoint):
+        pipeline.run(1)
+
+
 def test_a_run_goes_back_to_an_earlier_step_though_a_rank_is_lost_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_room", lambda: 32.0 * 10)  # one batch
     pipeline = Pipeline()

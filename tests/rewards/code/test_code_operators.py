@@ -275,6 +275,7 @@ IN_UNITTEST = {
     "assertNotIn(Item(1), [])": "assertIn(Item(1), [])",
     "assertIn(Item(1), [Item(2), Item(1)])": "assertNotIn(Item(1), [Item(2), Item(1)])",
     "assertIn(Item(1), Box(Item(1)))": "assertNotIn(Item(1), Box(Item(1)))",
+    "assertIn(Item(1), iter([Item(2), Item(1)]))": "assertNotIn(Item(1), iter([Item(2), Item(1)]))",
     "assertIn('a', {'a': Item(1)})": "assertNotIn('a', {'a': Item(1)})",
     "assertIn(Item(1), {'a': Item(1)}.values())": "assertNotIn(Item(1), {'a': Item(1)}.values())",
     "assertEqual({'a': Item(1)}, {'a': Item(1)})": "assertNotEqual({'a': Item(1)}, {'a': Item(1)})",

@@ -22,6 +22,8 @@ from roll_lite.rewards.code import backends as code_backends
 from roll_lite.rewards.code.backends import RemoteBackend
 from roll_lite.rewards.code.reward import CodeReward
 
+OF_THE_IMAGE = {"PATH": "/usr/bin:/bin:/opt/compilers", "JAVA_HOME": "/opt/java"}
+
 
 class Fusion(BaseHTTPRequestHandler):
     """A folder with the files, the code as a program in it, the wanted files back."""
@@ -46,9 +48,7 @@ class Fusion(BaseHTTPRequestHandler):
             command = [sys.executable, "main.py"]
             run: dict[str, Any] = {"status": "Finished", "stdout": "", "stderr": "", "return_code": None}
             try:
-                ended = subprocess.run(
-                    command, cwd=folder, env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=asked["run_timeout"]
-                )
+                ended = subprocess.run(command, cwd=folder, env=OF_THE_IMAGE, capture_output=True, timeout=asked["run_timeout"])
                 run |= {"return_code": ended.returncode, "stdout": ended.stdout.decode(), "stderr": ended.stderr.decode()}
             except subprocess.TimeoutExpired:
                 run["status"] = "TimeLimitExceeded"
@@ -119,6 +119,12 @@ def test_limits(backend: RemoteBackend, program: str, verdict: str) -> None:
     score = result(backend, program, STDIO, test_s=1.0, wall_s=15.0 if "pass" in program else 3.0)
     assert isinstance(score, Score) and score.value == 0.0
     assert verdict in str(score.details["verdict"])
+
+
+def test_programs_find_what_the_image_has_installed(backend: RemoteBackend) -> None:
+    program = "import os\nprint(os.environ['PATH'], os.environ['JAVA_HOME'])"
+    score = result(backend, program, [{"stdin": "", "stdout": f"{OF_THE_IMAGE['PATH']} {OF_THE_IMAGE['JAVA_HOME']}"}])
+    assert isinstance(score, Score) and score.value == 1.0, score
 
 
 def test_what_goes_wrong_there_is_a_failure(backend: RemoteBackend) -> None:
