@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # A test run starts hundreds of processes; each would compile this package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly test-adapters test-gpu lint format docs recipes bench clean
+.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly test-adapters test-gpu lint format docs docs-build docs-serve recipes bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -74,6 +74,23 @@ $(ADAPTERS)/.installed: requirements/adapters.lock $(STAMP)
 	@$(VENV)/bin/python -m venv --clear $(ADAPTERS)
 	@$(VENV)/bin/python $(SITE) > $$($(ADAPTERS)/bin/python $(SITE))/pinned.pth
 	@$(ADAPTERS)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r requirements/adapters.lock
+	@touch $@
+
+# The site of docs/, in an environment of its own.
+DOCS := .venv-docs
+export NO_MKDOCS_2_WARNING := 1
+
+docs-build: $(DOCS)/.installed  ## The documentation as a site, in build/site (half a minute, once; then seconds)
+	@$(DOCS)/bin/mkdocs build --strict
+	@! grep -rlE '<(script|link|img|iframe)[^>]* (src|href)="?(https?:)?//' --include=*.html build/site || { echo "these pages load something from elsewhere"; exit 1; }
+
+docs-serve: $(DOCS)/.installed  ## The same on http://127.0.0.1:8000, rebuilt when a page changes
+	@$(DOCS)/bin/mkdocs serve --strict
+
+$(DOCS)/.installed: requirements/docs.lock
+	@echo "Installing into $(DOCS) (half a minute, once)"
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r requirements/docs.lock
 	@touch $@
 
 # By name: modules of other tests import what may not be installed there.

@@ -88,9 +88,10 @@ def is_command(command: Command) -> bool:
 
 
 COMMANDS = commands()
-TRAININGS = [command for command in COMMANDS if command.training is not None and not re.search(r"\bwords\b|\bmode=|gsm8k_0", command.text)]
-"""The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py; a
-model of the hub needs a network."""
+NOT_RUN = re.compile(r"\bwords\b|\bmode=|gsm8k_0|my_run")
+"""The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py, the
+folders of `roll-lite init` are checked by tests/test_init.py; a model of the hub needs a network."""
+TRAININGS = [command for command in COMMANDS if command.training is not None and not NOT_RUN.search(command.text)]
 
 
 def lists_missing_packages(words: list[str]) -> None:
@@ -167,7 +168,7 @@ def plays_episodes(words: list[str]) -> None:
 
 def reads_the_hub(words: list[str]) -> None:
     """A mirror of it: tests/test_hub.py. Without a network a simulation reads the configuration."""
-    assert main(["simulate", *words[2:], "simulation.steps=3"]) == 0
+    assert words[1] in ("run", "check") and main(["simulate", *words[2:], "simulation.steps=3"]) == 0
 
 
 def writes_a_file(words: list[str]) -> None:
@@ -179,6 +180,17 @@ def writes_a_folder(words: list[str]) -> None:
     """Its own commands: tests/test_init.py."""
     with tempfile.TemporaryDirectory() as folder:
         assert main([*words[1:], f"{folder}/new"]) == 0
+
+
+def works_in_a_new_folder(words: list[str]) -> None:
+    """Of `roll-lite init`; the others: tests/test_init.py."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as parent:
+        patch.chdir(parent)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.delitem(sys.modules, "my_reward", raising=False)
+        assert main(["init"]) == 0
+        patch.chdir("my_run")
+        assert main(["check" if words[1] == "run" else words[1], *words[2:]]) == 0
 
 
 def imports_configurations(words: list[str]) -> None:
@@ -195,12 +207,18 @@ def plans_a_large_model(words: list[str]) -> None:
 WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
 ELSEWHERE = {
     "roll-lite run --config-name gsm8k_0.5b_grpo": reads_the_hub,
+    "roll-lite check --config-name gsm8k_0.5b_grpo": reads_the_hub,
+    "roll-lite run --config-name gsm8k_0.5b_grpo checkpoint.resume=runs/latest": reads_the_hub,
+    "roll-lite check --config-name my_run": works_in_a_new_folder,
+    "roll-lite reward --config-name my_run": works_in_a_new_folder,
+    "roll-lite run --config-name my_run": works_in_a_new_folder,
     "roll-lite init gsm8k": writes_a_folder,
     "roll-lite init environment": writes_a_folder,
     "roll-lite data prepare gsm8k --from examples/data/gsm8k_tiny_train.jsonl --out gsm8k.jsonl": writes_a_file,
     "python tools/docs_scheduling.py": draws_the_timelines,
     "pip check": lists_missing_packages,
     "roll-lite view runs/latest runs/tiny_grpo --port 8701": shows_runs,
+    "roll-lite view runs/latest": shows_runs,
     "roll-lite report runs/latest": shows_runs,
     "python bench/gpu.py": is_a_benchmark,
     "python bench/plan.py": is_a_benchmark,
@@ -219,6 +237,7 @@ ELSEWHERE = {
             "roll-lite plan --config-name qwen2.5_7b_grpo --device H100",
             "roll-lite plan --config-name qwen2.5_7b_grpo --device A100 --json",
             "roll-lite plan --config-name qwen2.5_0.5b_grpo --search 4",
+            "roll-lite plan --config-name gsm8k_0.5b_grpo --device H100",
         ),
         plans_a_large_model,
     ),
@@ -228,6 +247,7 @@ ELSEWHERE = {
         is_a_command_of_ray
     ),
     "ray get-auth-token": is_a_command_of_ray,
+    "ray get-auth-token --generate": is_a_command_of_ray,
     "ray job stop": is_a_command_of_ray,
     "roll-lite submit --config-name tiny_grpo run_dir=/shared/runs --address http://127.0.0.1:8265 --follow": asks_a_job_server,
     'pip install ".[sglang]"': names_an_extra,

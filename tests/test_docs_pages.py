@@ -1,23 +1,35 @@
-"""The generated pages are what the code says, every field, argument and metric is explained, every example would be accepted."""
+"""The generated pages are what the code says, every field, argument and metric is explained, every example would be accepted; settings,
+metrics and messages that a page names exist; the site has every page."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import docs_pages
 import pytest
 import yaml
 
-from roll_lite.config.validation import sections
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError, Missing
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.validation import sections, sections_at
 from roll_lite.distributed.strategy.base import InferenceStrategy
+from roll_lite.observability.metric_table import DERIVED, METRICS
 from roll_lite.rewards.registry import REWARDS, reward_type, typed_reward
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
 def test_the_script_writes_the_pages_as_they_are(tmp_path: Path) -> None:
@@ -90,3 +102,104 @@ def test_the_interface_of_an_engine_is_described_as_it_is() -> None:
     described = dict(re.findall(r"`(\w+)\(([\w, ]*)\)`", "".join(row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))))
     methods = {name: getattr(InferenceStrategy, name) for name in InferenceStrategy.__abstractmethods__}
     assert described == {name: ", ".join(list(inspect.signature(method).parameters)[1:]) for name, method in methods.items()}
+
+
+def configurations() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+            if language != "yaml" or text.startswith((" ", "#")):  # a part of a section, a table
+                continue
+            data = yaml.safe_load(text)
+            if isinstance(data, dict) and data.keys() <= {"defaults", *RunConfig.model_fields}:
+                yield f"{page.name}: {' '.join(text.split())[:50]}", text
+
+
+NOT_HERE = ("is needed, since", "add a `reference` section", "its package is not installed", "there is no module")
+"""Messages about what an example leaves out: another section, a package, a module of the reader's own."""
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in configurations()])
+def test_a_configuration_on_a_page_is_accepted(text: str, tmp_path: Path) -> None:
+    built_on = "" if text.startswith("defaults:") else "defaults: [qwen2.5_0.5b_grpo, _self_]\n"
+    (tmp_path / "page.yaml").write_text(built_on + text, encoding="utf-8")
+    wrong = []
+    try:
+        load_config("page", tmp_path, files=False)
+    except ConfigError as error:
+        wrong = [str(one) for one in error.problems if not isinstance(one, Missing) and not any(word in one.message for word in NOT_HERE)]
+    assert wrong == []
+
+
+def is_setting(path: tuple[str, ...]) -> bool:
+    """True if `path`, or a mapping that it leads into, is a field of the schema. `*` stands for any name."""
+    for end in range(len(path), 0, -1):
+        fields = [section.model_fields[path[end - 1]] for section in sections_at(path[: end - 1]) if path[end - 1] in section.model_fields]
+        if fields:
+            return end == len(path) or any("dict" in str(info.annotation) for info in fields)
+    return False
+
+
+NO_SETTINGS = {"rollout.prompts_per_stp", "rollout.lr", "model.layers.0.mlp.experts.3.gate_proj"}
+"""Mistakes that a page explains, a name of a weight."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "coming_from.md"], ids=lambda page: page.name)
+def test_settings_and_metrics_on_a_page_exist(page: Path) -> None:
+    metrics = {*METRICS, *DERIVED}
+    groups = {name.partition("/")[0] for name in metrics if "/" in name}
+    unknown = []
+    for span in SPAN.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if re.fullmatch(r"[a-z_]+/[a-z_@]+", span) and span.partition("/")[0] in groups and span not in metrics:
+            unknown.append(span)
+        found = re.fullmatch(r"([a-z_]+(?:\.[a-z_*0-9]+)+)(?:[:=].*)?", span)
+        if found is None or found[1].endswith((".json", ".py", ".yaml", ".md")) or found[1] in NO_SETTINGS:
+            continue
+        path = tuple(found[1].split("."))
+        inside = [("domains", "*", *path)] if path[0] in ("sampling", "data", "environment", "template") else []
+        if (path[0] in RunConfig.model_fields or inside) and not any(map(is_setting, [path, *inside])):
+            unknown.append(span)
+    assert unknown == []
+
+
+@cache
+def texts_of_the_code() -> str:
+    """All texts in roll_lite/ without docstrings; what an f-string fills in is a control character."""
+
+    def text(node: ast.expr) -> str:
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    found: list[str] = []
+    for file in (ROOT / "roll_lite").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        found += ["".join(map(text, node.values)) for node in nodes if isinstance(node, ast.JoinedStr)]
+        found += [text(node) for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "versioning.md"])
+def test_messages_on_a_page_are_those_of_the_code(page: str) -> None:
+    prose = FENCE.sub("", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    quoted = re.findall(r'"([^"\n]+)"', SPAN.sub("", prose))
+    parts = [part.strip() for message in quoted for part in re.split(r"\.\.\.|'[^']*'", message)]
+    unknown = [part for part in parts if part.rstrip(".") not in texts_of_the_code()]
+    assert len(parts) > 10 and unknown == []
+
+
+class SiteLoader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tags name functions of packages that are not here."""
+
+
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def test_the_site_has_every_page_once() -> None:
+    site: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), SiteLoader)
+    assert site["theme"]["font"] is False and site["plugins"] == ["search"], "nothing is loaded from elsewhere"
+
+    def pages(part: object) -> list[str]:
+        if isinstance(part, str):
+            return [part]
+        return [page for one in (part.values() if isinstance(part, dict) else part) for page in pages(one)]  # type: ignore[attr-defined]
+
+    assert sorted(pages(site["nav"])) == [page.name for page in PAGES[1:]]
