@@ -69,6 +69,8 @@ W = TypeVar("W", bound=ModelWorker)
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment variables that keep libraries from reporting usage and downloading."""
+FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
+"""Environment variables of the driver that workers on GPUs get, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's allocators. The first one wins."""
 KNOWS_PINNED_SIZE = (2, 13)
@@ -111,7 +113,7 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
     All members of an NCCL group need the same NCCL settings. SGLang switches two features off in its processes, so trainers must follow.
     Trainers keep copies of their state in pinned memory: torch would round each up to a power of two, and keep it after it was freed."""
     strategy = config.actor_infer.strategy
-    chosen = {name: given[name] for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE") if name in given}
+    chosen = {name: given[name] for name in FROM_DRIVER if name in given}
     if isinstance(strategy, SglangStrategyConfig):
         arguments = strategy.engine_args
         symmetric = bool(arguments.get("enable_symm_mem"))

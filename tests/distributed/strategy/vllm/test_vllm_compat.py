@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,9 +21,10 @@ from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 from roll_lite.distributed.strategy.vllm.compat.judge_server import server_arguments
-from roll_lite.distributed.strategy.vllm.compat.requests import sampling_params
+from roll_lite.distributed.strategy.vllm.compat.requests import STOP_IDS, sampling_params
 from roll_lite.models.adapter_files import VLLM_RANKS
 
+ROOT = Path(__file__).resolve().parents[4]
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
 
 
@@ -154,6 +157,39 @@ def test_users_engine_arguments() -> None:
 def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
     request = GenerationRequest("r", (1,), Sampling(1.0, 4, seed=seed))
     assert sampling_params(request).seed == expected
+
+
+def test_more_stop_tokens_than_a_gpus_sampler_has_room_for_are_refused() -> None:
+    """It raises in the engine's step, which ends the engine; and only beside `min_tokens`."""
+    many = tuple(range(STOP_IDS + 1))
+    assert sampling_params(GenerationRequest("r", (1,), Sampling(1.0, 4, stop_token_ids=many))).stop_token_ids == list(many)
+    assert sampling_params(GenerationRequest("r", (1,), Sampling(1.0, 4, min_tokens=1, stop_token_ids=many[1:]))).min_tokens == 1
+    with pytest.raises(ValueError, match=f"121 stop_token_ids beside min_tokens: vLLM has room for {STOP_IDS}"):
+        sampling_params(GenerationRequest("r", (1,), Sampling(1.0, 4, min_tokens=1, stop_token_ids=many)))
+
+
+VLLM = Path(next(iter(find_spec("vllm").submodule_search_locations or ())))  # type: ignore[union-attr]
+RUNNERS = {"on CPUs": "v1/worker/gpu_model_runner.py", "on GPUs": "v1/worker/gpu/model_runner.py"}
+
+
+@pytest.mark.parametrize("file", RUNNERS.values(), ids=RUNNERS)
+def test_both_model_runners_have_what_workers_use(file: str) -> None:
+    """V2 cannot be imported without Triton, so its source is read."""
+    tree = ast.parse((VLLM / file).read_text(encoding="utf-8"))
+    (runner,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "GPUModelRunner"]
+    methods = {node.name for node in runner.body if isinstance(node, ast.FunctionDef)}
+    stored = {node.attr for node in ast.walk(runner) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    assert "LoRAModelRunnerMixin" in map(ast.unparse, runner.bases), "it makes `lora_manager`"
+    assert "get_model" in methods and {"model", "kv_caches"} <= stored
+
+
+def test_docs_gpu_names_the_lines_of_vllm_that_it_was_written_from() -> None:
+    """`name` (`file:line`): that line has the name. With another version of vLLM, the section has to be read against its sources again."""
+    section = (ROOT / "docs/gpu.md").read_text(encoding="utf-8").partition("## The engine that runs on GPUs\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`([^`]+)` \(`([\w/]+\.py):(\d+)`\)", section)
+    assert len(named) > 20 and section.count(".py:") == len(named)
+    lines = {file: (VLLM / file).read_text(encoding="utf-8").splitlines() for _, file, _ in named}
+    assert [one for one in named if one[0] not in lines[one[1]][int(one[2]) - 1]] == []
 
 
 class RecordedWorkers(VllmEngine):

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 ADAPTERS = 1
 """Id of vLLM's only LoRA adapter in requests (`lora_int_id`)."""
+STOP_IDS = 120
+"""Maximum number of `stop_token_ids` beside `min_tokens`. On GPUs, vLLM's sampler has room for 128, including the model's end tokens, and
+the engine dies of more."""
 
 
 def adapters_request() -> LoRARequest:
@@ -38,6 +41,8 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
+    if sampling.min_tokens and len(sampling.stop_token_ids) > STOP_IDS:
+        raise ValueError(f"{len(sampling.stop_token_ids)} stop_token_ids beside min_tokens: vLLM has room for {STOP_IDS}")
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
