@@ -186,6 +186,12 @@ def imports_configurations(words: list[str]) -> None:
     assert words[1] == "import" and tuple(words[2].split("|")) == PROJECTS
 
 
+def launches_on_each_target(words: list[str]) -> None:
+    """What is written: tests/test_launch.py."""
+    for target in words[2].split("|"):
+        assert _parser().parse_args(["launch", target, *words[3:]]).target == target
+
+
 def plans_a_large_model(words: list[str]) -> None:
     """Small ones: tests/planning/test_plan.py. Here only options and configuration."""
     parsed = _parser().parse_args(words[1:])
@@ -213,6 +219,7 @@ ELSEWHERE = {
     WORDLE: writes_data_of_verifiers,
     "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
     "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
+    "roll-lite launch slurm|ray|k8s --config-name NAME": launches_on_each_target,
     **dict.fromkeys(
         (
             "roll-lite plan --config-name qwen2.5_7b_grpo",
@@ -228,6 +235,7 @@ ELSEWHERE = {
         is_a_command_of_ray
     ),
     "ray get-auth-token": is_a_command_of_ray,
+    "ray get-auth-token --generate": is_a_command_of_ray,
     "ray job stop": is_a_command_of_ray,
     "roll-lite submit --config-name tiny_grpo run_dir=/shared/runs --address http://127.0.0.1:8265 --follow": asks_a_job_server,
     'pip install ".[sglang]"': names_an_extra,
