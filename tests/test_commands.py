@@ -104,6 +104,16 @@ def names_an_extra(words: list[str]) -> None:
     assert match and set(match[1].split(",")) <= set(extras)
 
 
+def installs_what_is_there(words: list[str]) -> None:
+    """The lock's contents: tests/test_package.py."""
+    assert words[2] == "--no-deps" and (ROOT / words[-1]).exists()
+
+
+def is_in_the_extra_dev(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(words[2:]) <= set(extras["dev"])
+
+
 def recomputes_a_run(words: list[str]) -> None:
     """On finished runs: tests/examples/test_recompute.py."""
     assert words[1:] == ["examples/recompute.py", "runs/latest"] and (ROOT / words[1]).is_file()
@@ -238,8 +248,9 @@ ELSEWHERE = {
     "ray get-auth-token --generate": is_a_command_of_ray,
     "ray job stop": is_a_command_of_ray,
     "roll-lite submit --config-name tiny_grpo run_dir=/shared/runs --address http://127.0.0.1:8265 --follow": asks_a_job_server,
-    'pip install ".[sglang]"': names_an_extra,
-    'pip install ".[vllm,dev]"': names_an_extra,
+    "pip install --no-deps -r requirements/cuda-vllm.lock": installs_what_is_there,
+    "pip install --no-deps .": installs_what_is_there,
+    "pip install pytest pytest-asyncio pytest-timeout hypothesis": is_in_the_extra_dev,
     "python examples/recompute.py runs/latest": recomputes_a_run,
     "python examples/read_dumps.py runs/latest": reads_dumps,
     "python examples/audit.py runs/latest": audits_a_ledger,
