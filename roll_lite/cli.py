@@ -25,7 +25,7 @@ from roll_lite.config.checks.across import Check, simulated_domains
 from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.compose.layers import compose
+from roll_lite.config.compose.layers import compose, find
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
 from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
@@ -117,6 +117,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _sweep(parsed, overrides)
         if parsed.command == "submit":
             return _submit(parsed, overrides)
+        if parsed.command == "launch":
+            return _launch(parsed, overrides)
         imagined = parsed.command in ("simulate", "plan")
         further = {"simulate": (simulated_domains,), "plan": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
         needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
@@ -211,6 +213,23 @@ def _submit(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = _loaded(parsed, overrides, (engine_arguments_fit, check_rewards, lambda _: of_upload), files=False)
     command = ["roll-lite", "run", "--config-name", name, "--config-path", str(folder.relative_to(Path.cwd())), *overrides]
     return submit(config, command, parsed.address, parsed.env, parsed.name, parsed.follow)
+
+
+def _launch(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from roll_lite.launch.render import Launch
+
+    name, folder = located(parsed.config_name, parsed.config_path)
+    written = compose(name, folder, overrides)
+    launch = Launch(parsed.target, parsed.config_name, parsed.config_path, overrides, parsed.image, parsed.claim)
+    of_launch = (lambda _: written.problems, lambda config: launch.mistakes(config, find(name, folder)))
+    config = _loaded(parsed, overrides, (engine_arguments_fit, check_rewards, *of_launch), files=False)
+    try:
+        with parsed.output.open("x", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as file:
+            file.write(launch.render(config))
+    except FileExistsError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_CONFIGURATION
+    return 0
 
 
 def _run(config: RunConfig, parsed: argparse.Namespace) -> int:
@@ -310,6 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_text in (
         ("run", "train as the configuration says"),
         ("submit", "check the configuration and hand the run to a Ray cluster's job server: it goes on when this machine is closed"),
+        ("launch", "check the configuration and write a file that starts its run on a cluster: Slurm, Ray on bare machines, or Kubernetes"),
         ("check", "only check the configuration; print it resolved as YAML, and the batch arithmetic on standard error"),
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
         (
@@ -319,6 +339,8 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", "memory of every role and phase, seconds of a step and its bottleneck, on devices that need not be there; nothing trains"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
+        if name == "launch":
+            _launch_options(command)
         command.add_argument(
             "--config-name", "--config_name", "-cn", required=True, help="a YAML file of yours, name or path, or a shipped one's name"
         )
@@ -335,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
             _reward_options(command)
         elif name == "submit":
             _submit_options(command)
-        else:
+        elif name != "launch":
             command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
         if name == "simulate":
             _simulate_options(command)
@@ -410,6 +432,13 @@ def _data(parsed: argparse.Namespace) -> int:
     if parsed.action == "show":
         return show_preset(parsed.preset)
     return prepare(parsed.preset, parsed.split, parsed.source, parsed.out)
+
+
+def _launch_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", choices=("slurm", "ray", "k8s"), help="Slurm, Ray on bare machines, or KubeRay")
+    command.add_argument("--image", help="k8s: the image of the pods, with roll_lite in it")
+    command.add_argument("--claim", default="shared", help="k8s: the volume claim that pods mount at /shared (default: %(default)s)")
+    command.add_argument("--output", type=Path, metavar="FILE", help="a new file, in place of standard output")
 
 
 def _submit_options(command: argparse.ArgumentParser) -> None:

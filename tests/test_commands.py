@@ -105,6 +105,16 @@ def names_an_extra(words: list[str]) -> None:
     assert match and set(match[1].split(",")) <= set(extras)
 
 
+def installs_what_is_there(words: list[str]) -> None:
+    """The lock's contents: tests/test_package.py."""
+    assert words[2] == "--no-deps" and (ROOT / words[-1]).exists()
+
+
+def is_in_the_extra_dev(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(words[2:]) <= set(extras["dev"])
+
+
 def recomputes_a_run(words: list[str]) -> None:
     """On finished runs: tests/examples/test_recompute.py."""
     assert words[1:] == ["examples/recompute.py", "runs/latest"] and (ROOT / words[1]).is_file()
@@ -198,6 +208,12 @@ def imports_configurations(words: list[str]) -> None:
     assert words[1] == "import" and tuple(words[2].split("|")) == PROJECTS
 
 
+def launches_on_each_target(words: list[str]) -> None:
+    """What is written: tests/test_launch.py."""
+    for target in words[2].split("|"):
+        assert _parser().parse_args(["launch", target, *words[3:]]).target == target
+
+
 def plans_a_large_model(words: list[str]) -> None:
     """Small ones: tests/planning/test_plan.py. Here only options and configuration."""
     parsed = _parser().parse_args(words[1:])
@@ -231,6 +247,7 @@ ELSEWHERE = {
     WORDLE: writes_data_of_verifiers,
     "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
     "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
+    "roll-lite launch slurm|ray|k8s --config-name NAME": launches_on_each_target,
     **dict.fromkeys(
         (
             "roll-lite plan --config-name qwen2.5_7b_grpo",
@@ -250,8 +267,9 @@ ELSEWHERE = {
     "ray get-auth-token --generate": is_a_command_of_ray,
     "ray job stop": is_a_command_of_ray,
     "roll-lite submit --config-name tiny_grpo run_dir=/shared/runs --address http://127.0.0.1:8265 --follow": asks_a_job_server,
-    'pip install ".[sglang]"': names_an_extra,
-    'pip install ".[vllm,dev]"': names_an_extra,
+    "pip install --no-deps -r requirements/cuda-vllm.lock": installs_what_is_there,
+    "pip install --no-deps .": installs_what_is_there,
+    "pip install pytest pytest-asyncio pytest-timeout hypothesis": is_in_the_extra_dev,
     "python examples/recompute.py runs/latest": recomputes_a_run,
     "python examples/read_dumps.py runs/latest": reads_dumps,
     "python examples/audit.py runs/latest": audits_a_ledger,

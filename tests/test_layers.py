@@ -19,7 +19,7 @@ PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
 LAYERS = (
     ("cli",),
     ("pipeline",),
-    ("planning",),
+    ("planning", "launch"),
     ("workers",),
     ("simulator",),
     ("rewards", "scheduler", "environments"),

