@@ -226,7 +226,9 @@ def _launch(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     try:
         with parsed.output.open("x", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as file:
             file.write(launch.render(config))
-    except FileExistsError as error:
+    except OSError as error:
+        if error.filename is None:  # of standard output
+            raise
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     return 0

@@ -276,6 +276,8 @@ def test_a_file_is_written_and_none_is_replaced(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "" and (tmp_path / "run.sh").read_text().startswith("#!/bin/bash\n")
     assert main(given) == 2
     assert "File exists" in capsys.readouterr().err
+    assert main([*given[:-1], str(tmp_path / "none/run.sh")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- documentation

@@ -18,7 +18,7 @@ from support_hosts import hosts as start_hosts
 
 from roll_lite.pipeline.checkpoint_files import LIST_FILE, finished_checkpoints, read_list
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "examples/models/tiny"
