@@ -36,7 +36,7 @@ test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-plain
 
 # About half of them: most of what starts Ray, engines or ranks.
-PROCESSES := $(addprefix tests/,contracts distributed workers/test_rollout_worker.py workers/test_replay.py)
+PROCESSES := $(addprefix tests/,contracts distributed $(addprefix workers/,test_rollout_worker.py test_replay.py test_environment_pool.py test_reward_pool.py test_reward_lists.py))
 SLOWEST := --durations=40 --durations-min=5
 FAST := "not slow and not nightly and not gpu"
 

@@ -287,6 +287,7 @@ def test_what_is_not_clear_is_refused(files: list[str], asked: str, says: str) -
         chosen(files, asked)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_a_run_records_the_commits(hub: Mirror, tmp_path: Path) -> None:

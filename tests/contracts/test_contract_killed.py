@@ -63,6 +63,7 @@ async def holds(engine: Harness, seed: int) -> None:
     assert list((await engine.one(24)).token_ids) == engine.hf_greedy(24)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("make", "workers", "transport", "half_way"),

@@ -67,6 +67,7 @@ async def test_numbers_of_other_models(make: Make, family: Family, tied: bool, t
         await engine.stop()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)], indirect=True, scope="session")
 async def test_bfloat16_is_held_bit_for_bit_and_a_busy_engine_leaves_nothing_behind(make: Make, tmp: Path) -> None:

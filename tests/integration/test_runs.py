@@ -429,6 +429,7 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
         assert all(record["solved/all"] == record["solved/none"] == record["rollout/staleness_max"] == 0 for record in steps)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize(
@@ -549,6 +550,7 @@ def test_a_stopped_process_ends_the_run_and_is_named(start: Any, role: str) -> N
     assert until_gone(processes, 60) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_is_left_after_the_driver_was_killed(start: Any, tmp_path: Path) -> None:
     traces = Traces(tmp_path / "traces")

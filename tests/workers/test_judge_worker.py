@@ -151,6 +151,7 @@ async def test_a_server_that_lives_and_does_not_answer_is_a_lost_one(monkeypatch
     server.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 @pytest.mark.usefixtures("ray_local")

@@ -413,6 +413,7 @@ def test_real_models_score_as_transformers_does(tmp_path: Path, layout: str) -> 
     assert [score.value for score in again] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_local")
 @pytest.mark.parametrize("layout", LAYOUTS)
