@@ -279,7 +279,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Stack traces of the ranks; of those that do not answer, as far as signals get them."""
+    """Stack traces of the first MOST_STACKS ranks. A rank that does not answer is asked by a signal."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}

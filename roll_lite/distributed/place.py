@@ -17,7 +17,7 @@ from ray._private.state import actors
 from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_lite.distributed.fleet import SILENCE_SECONDS, until_silent
+from roll_lite.distributed.fleet import until_silent
 from roll_lite.distributed.liveness import first_of, is_stopped, status_of
 
 
@@ -76,8 +76,10 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
             continue
 
 
-STOPPED_LOOKS = 50
-"""Looks within SILENCE_SECONDS, all of which must find a process stopped: one that is slowed down is stopped most of the time."""
+LOOK_SECONDS = 2.0
+"""Pause between two looks at a process that runs."""
+STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
+"""Number of looks in a row that must find a process stopped, and the pause between them. A slowed process runs at some of them."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 """Roles of the workers that the rollout service starts, by the names of their classes."""
 
@@ -87,13 +89,14 @@ def member_places() -> list[tuple[str, int, Place]]:
     if not ray.is_initialized():
         return []
     job = ray.get_runtime_context().worker.current_job_id
+    living = actors(job_id=job, actor_state_name="ALIVE").values()
     numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
-    living = [actor for actor in actors(job_id=job, actor_state_name="ALIVE").values() if actor["ActorClassName"] in MEMBER_ROLES]
-    return [
-        (role := MEMBER_ROLES[actor["ActorClassName"]], next(numbers[role]), Place(where["NodeID"], actor["Pid"], where["IPAddress"]))
-        for actor in sorted(living, key=lambda actor: actor["StartTime"])
-        for where in [actor["Address"]]
-    ]
+    found = []
+    for actor in sorted(living, key=lambda actor: actor["StartTime"]):
+        role, where = MEMBER_ROLES.get(actor["ActorClassName"]), actor["Address"]
+        if role is not None:
+            found.append((role, next(numbers[role]), Place(where["NodeID"], actor["Pid"], where["IPAddress"])))
+    return found
 
 
 class ActorMember(ABC):
@@ -133,7 +136,7 @@ class ActorMember(ABC):
         """Wait until the process, on this node, is stopped (SIGSTOP): one at work is not asked for an answer."""
         looks = 0
         while looks < STOPPED_LOOKS:
-            await asyncio.sleep(SILENCE_SECONDS / STOPPED_LOOKS)
+            await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)
             process = None if self._place is None else self._place.process
             looks = looks + 1 if process is not None and is_stopped(process) else 0
         return "its process is stopped, as by SIGSTOP"

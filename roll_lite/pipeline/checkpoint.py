@@ -316,8 +316,8 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged, so that the one before becomes the newest. Raises the error if there is none of this run
-        before: a resumed run cannot go back to its start."""
+        """Mark the newest checkpoint as damaged; the one before becomes the newest. Raises the error if a resumed run has no earlier
+        checkpoint of its own, since it cannot go back to its start."""
         assert self._newest is not None
         with reaching(self._home):
             earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]

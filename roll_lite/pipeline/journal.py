@@ -8,11 +8,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import AT_K, SampledPrompts, every_k
 from roll_lite.algorithms.rewards import Masked
@@ -146,9 +147,11 @@ class Journal:
 
     def processes(self) -> None:
         """Write PROCESSES_FILE if a process has started or moved since the last call."""
-        places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())]
-        with suppress(Exception):  # Ray is asked: the table is not worth a step
-            places += member_places()
+        try:
+            members = member_places()
+        except RayError:  # the table is not worth a step
+            return
+        places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())] + members
         if places != self._places:
             self._places = places
             table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for role, rank, place in places]

@@ -184,7 +184,7 @@ async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_before_
 
 
 async def test_a_worker_that_is_stopped_at_work_is_replaced_long_before_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(place, "LOOK_SECONDS", 0.2)
     async with pool(f"{USER}.stopping", timeout_s=100.0) as rewards:
         async with asyncio.timeout(60):
             assert await outcome(rewards, "stop") == f"reward {USER}.stopping: its process is stopped, as by SIGSTOP"
