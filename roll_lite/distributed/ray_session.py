@@ -84,7 +84,7 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
     log_folder = run_folder.resolve() / "logs" if run_folder else None
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
-        with _attached(address, config) as found:
+        with _guarded(run_folder), _attached(address, config) as found:
             yield RaySession(found, started=False, log_folder=log_folder)
     else:
         with _local(config, run_folder) as found:
@@ -196,33 +196,27 @@ def _expect_grpc(connection: socket.socket) -> None:
 
 @contextmanager
 def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
-    folder = _make_folder()
-    mark = uuid.uuid4().hex
-    (folder / MARK_FILE).write_text(mark)
-    guard = _start_guard(folder, mark, run_folder)
-    try:
-        with _starting({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, config):
-            context = ray.init(
-                address="local",
-                _temp_dir=str(folder),
-                include_dashboard=False,
-                object_store_memory=config.object_store_mb << 20,
-                log_to_driver=False,
-                logging_level="error",
-                # Temporary files of workers and engines vanish with the session, however it ends.
-                runtime_env=_runtime_env({"TMPDIR": str(folder)}),
-                _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
-            )
-        session_guard.keep_exit_codes()
-        WATCH.errands["orphans"] = partial(_reap_orphans, set(_children()))
-        with WATCHDOG.over(_own_servers()):
-            yield context.address_info["address"]
-    finally:
+    with _guarded(run_folder) as (folder, mark):
         try:
+            with _starting({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, config):
+                context = ray.init(
+                    address="local",
+                    _temp_dir=str(folder),
+                    include_dashboard=False,
+                    object_store_memory=config.object_store_mb << 20,
+                    log_to_driver=False,
+                    logging_level="error",
+                    # Temporary files of workers and engines vanish with the session, however it ends.
+                    runtime_env=_runtime_env({"TMPDIR": str(folder)}),
+                    _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
+                )
+            session_guard.keep_exit_codes()
+            WATCH.errands["orphans"] = partial(_reap_orphans, set(_children()))
+            with WATCHDOG.over(_own_servers()):
+                yield context.address_info["address"]
+        finally:
             _end_stopped_servers()
             _disconnect()
-        finally:
-            _dismiss(guard, folder)
 
 
 def _children() -> list[int]:
@@ -300,6 +294,20 @@ def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> It
 
 
 # ---------------------------------------------------------------- the private folder and its guard
+
+
+@contextmanager
+def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
+    """Private folder and mark of a session whose driver a guard watches. On a cluster that this process did not start, no process has the
+    mark: the guard then only records a killed driver's death in the run's folder."""
+    folder = _make_folder()
+    mark = uuid.uuid4().hex
+    (folder / MARK_FILE).write_text(mark)
+    guard = _start_guard(folder, mark, run_folder)
+    try:
+        yield folder, mark
+    finally:
+        _dismiss(guard, folder)
 
 
 def _make_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from test_ray_session import running_driver, wait_until
 
 from roll_lite.distributed import session_guard
+from roll_lite.observability.report import write_summary
 
 pytestmark = pytest.mark.slow
 
@@ -226,6 +228,9 @@ def test_token_blocks_outlive_the_node_of_their_engine() -> None:
 
 @pytest.mark.parametrize("how", ["return", "kill"])
 def test_a_run_takes_only_its_own_actors_with_it(cluster_address: str, tmp: Path, how: str) -> None:
+    """A killed driver's run has failed, though Ray cleans up after it here."""
+    (tmp / "run").mkdir()
+    summary = write_summary(tmp / "run", accuracy={}, validation={}, steps=3, wall_s={"total": 1.0}, tokens={}, exit_state="running")
     with running_driver("sleep", tmp, cluster_address) as (bystander, _):
         with running_driver("sleep" if how == "kill" else how, tmp, cluster_address) as (driver, _):
             if how == "kill":
@@ -235,3 +240,5 @@ def test_a_run_takes_only_its_own_actors_with_it(cluster_address: str, tmp: Path
         wait_until(lambda: actors_alive(cluster_address) == 1, seconds=60)
         time.sleep(1)
         assert bystander.poll() is None and actors_alive(cluster_address) == 1
+        assert json.loads(summary.read_text())["exit"] == ("running" if how == "return" else "failed: the driver was killed")
+        assert summary.parent.is_dir()
