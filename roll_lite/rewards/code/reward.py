@@ -1,4 +1,4 @@
-"""Reward `code`: tests the response's program."""
+"""Reward `code`: test the response's program."""
 
 from __future__ import annotations
 
@@ -108,7 +108,6 @@ class CodeReward(RewardType):
 
     @rule
     def _are_known(self) -> Mistakes:
-        """Check the languages' names only. Their interpreters are checked on the machine that runs the programs."""
         try:
             known_languages(self.languages, self.commands, local=False)
         except ValueError as error:
@@ -139,8 +138,8 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check limits and folders. Three times `total_s` must be below `timeout_s`; otherwise the sample of a slow program would fail
-        instead of scoring 0."""
+        """Check limits and folders. `total_s` must expire before `timeout_s`: otherwise a slow program's sample would fail instead of
+        scoring 0."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders
@@ -156,7 +155,6 @@ class CodeReward(RewardType):
         return {"column": (self.column,)} if self.column is not None and self.mode == "tests" else {}
 
     def response_for(self, answer: Any) -> str | None:
-        """Write the answer as a Python expression; text that is a Python literal stays as it is."""
         if answer is None or self.mode == "tests" or self.must_contain or self.forbid:
             return None
         return repr(answer) if _value(answer) is answer else str(answer)

@@ -1,4 +1,4 @@
-"""A domain's reward in a separate process without Ray, for `roll-lite reward`."""
+"""Score in a separate process without Ray, for `roll-lite reward`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Extra wait before the process is killed: the reward's own time-out, whose message explains more, comes first."""
+"""Extra wait before the process is killed: the reward's own timeout message explains more."""
 
 Answer = tuple[Score | str, float]
-"""Score or cause of failure, and the seconds it took."""
 
 
 class RewardProcess:
     """Subprocess that scores one sample at a time. A sample that hangs or kills it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        """`path`: YAML path of the reward; ValueError for a mistake there."""
         self._config = config
         self._path = path
         self._start()
