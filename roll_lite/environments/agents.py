@@ -45,7 +45,7 @@ class Endpoint:
 
 
 Agent = Callable[[Task, Endpoint], Awaitable[Any]]
-"""Plays an episode; returns a reward, or an answer for the domain's reward to score."""
+"""Function that plays an episode; returns a reward, or an answer for the domain's reward to score."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AgentSession:
         policy.begin_turn()
         policy.count("overridden_parameters", len(request.overridden))
         written = len(request.text or "") + len(_json([request.messages, request.tools]))
-        if written > MOST_CHARACTERS * self._longest:  # before it is tokenized, which takes seconds per megabyte
+        if written > MOST_CHARACTERS * self._longest:  # checked before tokenizing, which takes seconds per megabyte
             policy.finish(FinishReason.LENGTH, f"no room is left for a response: the request has {written} characters")
         renderer = self._renderer_of(request.tools)
         node, new, digest = self._match(request)
@@ -137,7 +137,7 @@ def _json(value: Any) -> bytes:
 
 
 def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> Play:
-    """Make a Play of an agent. `gives_reward`: the agent returns a reward; otherwise an answer for the domain's reward."""
+    """Build the function that plays an episode with an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 
     server = EndpointServer()
@@ -155,7 +155,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
                     raise
             else:
                 policy.finish_reason = FinishReason.STOP  # it ended by itself, even if requests were refused
-            await server.settled(key)  # responses that the agent did not wait for train too: else short ones would be preferred
+            await server.settled(key)  # abandoned requests train too: otherwise short responses would be preferred
         finally:
             server.close(key)
         session.end()
@@ -193,7 +193,7 @@ def command_agent(command: Sequence[str]) -> Agent:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it need not read the task
+            with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
                 process.stdin.write(json.dumps(asdict(task), default=str).encode())
                 await process.stdin.drain()
                 process.stdin.close()
@@ -201,7 +201,7 @@ def command_agent(command: Sequence[str]) -> Agent:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in a session of its own may hold the pipes
+        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
         output, errors = (one.result() if one.done() else "" for one in reading)
         for one in reading:
             one.cancel()

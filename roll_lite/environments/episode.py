@@ -90,7 +90,7 @@ class Failed(NamedTuple):
 
 Event = Ask | Ended | Failed
 Play = Callable[[Task, "Policy"], Awaitable[Any]]
-"""Plays one episode. May return the last response's reward; a bool also sets whether the episode was solved."""
+"""Function that plays one episode. It may return the last response's reward; a bool also sets whether the episode was solved."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def _told(error: Exception) -> str:
 
 
 class Calls:
-    """Calls user functions: async ones in the event loop, others in a thread each, since they may block."""
+    """Caller of user functions: async ones run in the event loop, others in a thread each, since they may block."""
 
     def __init__(self) -> None:
         self.stuck = 0

@@ -117,7 +117,7 @@ def _shown(domain: DomainConfig, path: str, prompt: Prompt, end: Ended | Failed)
 
 
 def _conversation(messages: Sequence[dict[str, Any]], record: EpisodeRecord, is_only: bool) -> Iterator[Text]:
-    turn = len(record.rewards) - sum(message["role"] == "assistant" for message in messages)  # the prompt may have such messages
+    turn = len(record.rewards) - sum(message["role"] == "assistant" for message in messages)  # the prompt may contain assistant messages
     for message in messages:
         role, content = message["role"], str(message["content"]).strip()
         line = Text(f"{role:>9}: ", style="bold").append(content, style=COLORS.get(role, ""))

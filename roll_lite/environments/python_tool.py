@@ -82,7 +82,7 @@ class Interpreter:
         try:
             peer.sendall(json.dumps(code).encode() + b"\n")
             answer = peer.recv(1)
-        except OSError:  # a time-out, or the interpreter has ended, as with an empty answer
+        except OSError:  # timeout or ended interpreter; an empty answer means the same
             answer = b""
         printed = self.sandbox.printed().decode(errors="replace").rstrip()
         if answer == b"\0":

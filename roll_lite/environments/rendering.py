@@ -95,7 +95,7 @@ class ChatRenderer:
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
                 ids = list(self._incremental(messages))
-            except ValueError:  # the template refuses a system message or two calls at once: an error only in runs that have them
+            except ValueError:  # the template refuses this kind of conversation, which the run may not need
                 continue
             if ids != whole[: len(ids)]:
                 place = _common(ids, whole)
@@ -107,7 +107,6 @@ class ChatRenderer:
         return None
 
     def _incremental(self, messages: Sequence[Message]) -> Iterator[int]:
-        """Tokens of a conversation as an episode collects them."""
         response: list[int] | None = None
         start = 0
         for number, message in enumerate(messages):
@@ -212,7 +211,7 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Keeps added tokens out of foreign text: `guard` marks where to split texts that spell them, `encode` tokenizes the parts."""
+    """Keep added tokens out of foreign text: `guard` marks where to split texts that spell them, `encode` tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.added_tokens_decoder
@@ -252,7 +251,7 @@ class _GuardedText:
 
 
 def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
-    """Match the first character of each occurrence of these texts, even if overlapping."""
+    """Build a pattern for the first character of each occurrence of these texts, even if overlapping."""
     tails = _tails(text for text in texts if len(text) > 1 and not text.isspace())
     return re.compile("|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in tails.items()) or "(?!)")
 

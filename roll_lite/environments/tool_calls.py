@@ -176,7 +176,6 @@ def _qwen3_coder(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
 
 
 def _typed(text: str, schema: dict[str, Any] | None) -> Any:
-    """Convert an argument to its schema's type; keep the text if that fails."""
     if not schema or "string" in (kind := schema.get("type", () if "anyOf" in schema else "string")) or kind is None:
         return text
     try:

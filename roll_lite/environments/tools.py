@@ -51,7 +51,7 @@ class FunctionTool:
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> Play:
-    """Make a Play in which the policy calls tools until a response has no call."""
+    """Build the function that plays an episode: the policy calls tools until a response has no call."""
     by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 
     async def play(task: Task, policy: Policy) -> None:
@@ -88,7 +88,7 @@ def play_tools(tools: Sequence[Tools], max_chars: int) -> Play:
                 policy.count("tool_errors", sum(not succeeded for _, succeeded in answers))
                 message = await policy.respond([one for one, _ in answers])
         finally:
-            await closing.aclose()  # without the exception that ends the episode, which a task group in a tool would wrap
+            await closing.aclose()  # not __aexit__: a tool's task group would wrap the exception that ends the episode
 
     return play
 

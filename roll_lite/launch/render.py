@@ -21,7 +21,6 @@ SHARED = Path("/shared")
 CLOSING_S = 60
 """Notice before the end in seconds, besides `checkpoint.on_sigterm_s`."""
 LONGEST_NAME = 47
-"""Maximum length of a RayJob's name."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last nonempty \boxed{} and of boxes joined to it by commas, `and` or `or`."""
+    r"""Contents of the last nonempty \boxed{} and of the boxes before it that are joined by commas, `and` or `or`."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

@@ -99,8 +99,8 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write a correct response in the form that `extract` requires, or None."""
-    first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
+    """Write the answer as a response in the form that `extract` requires (boxed, tagged). None if it is neither text nor number."""
+    first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return WRAPPED.get(extract, "{}").format(first)
@@ -121,13 +121,13 @@ class RewardFunction:
         return self.run(self.score(item))
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run a coroutine. An async function keeps its loop, hence its connections, between calls."""
+        """Run `score` or `scores` outside an event loop. An async function keeps its loop, hence its connections, between calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(scoring)
         try:
             scoring.send(None)
-        except StopIteration as end:  # nothing in it waits
+        except StopIteration as end:  # a sync function never awaits
             return end.value
         raise AssertionError("a sync function that waits")
 
@@ -205,7 +205,7 @@ def is_batched(function: Callable[..., Any]) -> bool:
     if not parameters:
         return False
     hint = hints_of(function).get(parameters[0].name, parameters[0].annotation)
-    if isinstance(hint, str):  # names a type that only the type checker imports
+    if isinstance(hint, str):  # unresolved: a type that only the type checker imports
         return re.match(r"([\w.]*\.)?(list|List|Sequence)\b", hint) is not None
     return (typing.get_origin(hint) or hint) in (list, Sequence)
 

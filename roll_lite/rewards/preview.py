@@ -67,7 +67,6 @@ class Looked:
     prompt: Prompt
     response: str
     score: Score | str
-    """Score, or the cause of failure."""
     seconds: float
 
 
@@ -75,7 +74,6 @@ class Looked:
 class References:
     total: int
     unreadable: dict[int, str]
-    """Prompt uid -> why its reference answer is unreadable."""
     read: int
     """Number of references checked; less than `total` if the time ran out."""
 

@@ -71,7 +71,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """Why the program's process is unusable; why the test must run inside it; which limit was exceeded. Empty if not."""
+        """Reasons, empty if none: why the program's process is unusable; why the test must run inside it; which limit was exceeded."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
@@ -218,7 +218,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
         if "unittest" in test["source"]:
             unittest = importlib.import_module("unittest")
             unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
-            unittest.case.__dict__["_ShouldStop"] = ()  # unittest would catch it if the program raises it, and count a pass
+            unittest.case.__dict__["_ShouldStop"] = ()  # otherwise the program could raise it, which unittest would count as a pass
         if inside:
             loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
@@ -271,7 +271,6 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """Find a function or `Class.method`; `Solution.` may be omitted."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function

@@ -13,7 +13,6 @@ from roll_lite.sandbox.filesystem import claim, claimed_by_none
 PREFIX = "roll-lite-"
 WANTED = "+memory +pids"
 SLACK_BYTES = 32 << 20
-"""Allowance for kernel memory, such as page tables."""
 REMOVAL_S = 2.0
 
 

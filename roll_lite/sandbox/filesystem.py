@@ -209,8 +209,8 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty a folder and remove it; only empty the top folder (no `name`). Folders nested too deeply are moved to the top; returns their
-    new names."""
+    """Empty and remove a folder; the top folder (`name` is empty) is only emptied. Folders nested too deeply are moved to the top folder;
+    returns their new names."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:

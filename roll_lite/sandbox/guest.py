@@ -23,7 +23,7 @@ def main() -> None:
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # contains the tests, which a program must not read
     with contextlib.suppress(OSError):
-        prctl(PR_SET_DUMPABLE, 0)  # nor may it read this process's memory
+        prctl(PR_SET_DUMPABLE, 0)  # and programs must not read this process's memory
     packages = [path for path in sys.path if path.endswith(PACKAGES)]
     pool = SandboxPool(allow_unprotected=True, walls="none", python_path=packages)
     try:

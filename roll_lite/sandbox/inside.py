@@ -44,7 +44,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests may replace: assigned attributes and all strings, possible arguments of `setattr`."""
+    """Return the names that the tests may replace: assigned attributes, and all strings (possible arguments of `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -192,7 +192,7 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
         return _holds(second, first) == (kind == "In")
     own = _decides(first), _decides(second)
     result = COMPARES[kind](first, second)
-    if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # numpy's too
+    if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # also numpy's bool
         result = bool(result)
     if not all(own):
         return result
@@ -220,7 +220,7 @@ class Operators:
         Operators.tests, Operators.failed = tests, failed
         self._known = {name: one for name, one in tests.items() if name.startswith("__")}
         for module in ("__main__", "unittest"):
-            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # NotImplemented would count as True
+            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # NotImplemented is truthy
         self._guards: list[tuple[type, str, Any]] = []
         self._silent: list[tuple[type, str, Any]] = []
         for one, kind in every_class().items():
@@ -255,7 +255,7 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, but skip items of plain containers, which are already guarded."""
+    """Like `seen`, for values read by name or subscript: skip plain containers, which `seen` has already guarded."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 

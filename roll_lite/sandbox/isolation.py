@@ -52,7 +52,6 @@ class Walls:
     """Outer isolation. `held`: protection -> mechanism. `why_not`: reasons for missing protections."""
 
     kind: str
-    """"namespaces", "landlock" or "none"."""
     held: dict[str, str]
     why_not: list[str]
     own_users: bool = False
@@ -77,7 +76,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
     if (inner := os.fork()) == 0:
         go_inside(walls, filesystem.WORK, TRIAL, readable)
     elif os.waitpid(inner, 0)[1]:
-        raise OSError("")  # the inner process has said why
+        raise OSError("")  # the inner process has reported the cause
 
 
 def _trouble_with(change: Callable[[], None]) -> str:

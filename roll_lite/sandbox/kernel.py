@@ -62,7 +62,7 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""Orders to the zygote. White space, so that the JSON reader skips a late order."""
+"""Orders to kill, pause or resume the running program. White space, so that the JSON reader skips a late order."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 

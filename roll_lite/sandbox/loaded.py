@@ -20,7 +20,6 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of each module, by id."""
         self.classes: dict[int, type] = {}
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}

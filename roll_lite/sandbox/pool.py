@@ -35,7 +35,7 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""A loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
+"""Maximum attempts: a loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class Sandbox:
         from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
-        # Without walls, somebody else's sandbox is around: programs find what its image has installed.
+        # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
         self._settings["environment"] = dict(os.environ) if walls == "none" else {"PATH": "/usr/local/bin:/usr/bin:/bin"}
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
@@ -284,7 +284,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if needed. SandboxTrouble if that fails, or if it lacks an earlier protection."""
+        """Start the sandbox if needed. SandboxTrouble if that fails, or if a protection is missing that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections

@@ -76,7 +76,7 @@ def _end(printed: TextIO, status: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    status = _flushed(status, sys.stdout, printed)  # flushed before names are cleared, which a stream of the program may need
+    status = _flushed(status, sys.stdout, printed)  # before names are cleared: a stream of the program may need them
     sys.stdout = printed
     with contextlib.suppress(BaseException):
         for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
@@ -195,7 +195,7 @@ def _serve(order: dict[str, Any]) -> None:
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
-        with contextlib.suppress(Exception, SystemExit):  # the program will run into the error itself
+        with contextlib.suppress(Exception, SystemExit):  # the program will raise the error again
             exec(statement, {})
     LOADED.add()
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])
@@ -219,7 +219,7 @@ def _repl(order: dict[str, Any]) -> None:
     output. One byte is written to PEER: 1 if the piece failed, else 0."""
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # without the frame of this function
+    show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # omits the frame of this function
     os.dup2(1, 2)
     sys.stderr = sys.stdout
     own = os.getpid()

@@ -20,7 +20,6 @@ TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Approximate kernel memory per memory mapping, in bytes."""
 MOST_MAPPINGS = 65530
 LONGEST_MAPS = 1 << 20
 
@@ -97,8 +96,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit. It is measured only if free disk space has changed much; a rise counts, because
-        other programs' deletions can hide writes."""
+        """True if the program's folder exceeds a limit. It is measured only if free disk space has changed by more than a quarter of the
+        limit; a rise counts, because other programs' deletions can hide writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -144,7 +143,8 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec: its stack has this interpreter's address or, if the kernel hides addresses, its flag is set."""
+        """True for a fork without exec: its stack has this interpreter's address or, if the kernel hides addresses, the flag "forked, no
+        exec" is set."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:

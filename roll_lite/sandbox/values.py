@@ -52,7 +52,6 @@ HELD: dict[type, Callable[[Any], Any]] = {
 }
 """Type -> reader of plain data by the type's own methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
-"""Maximum items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
     "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),

@@ -75,7 +75,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         os.chmod(folder, 0o711)  # noqa: PTH101
     if group is not None:
-        group.enter()  # the zygote itself enters: moving each program into a group would take about 10 ms
+        group.enter()  # the zygote enters once, since moving each program into a group would take about 10 ms
     os.environ.clear()
     os.environ.update(settings["environment"] | {"HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = sys.path[1:] + settings["python_path"]
@@ -131,7 +131,7 @@ class Zygote:
             limits, files = request
             try:
                 report = self._run(limits, files)
-            except OSError as error:  # a failure of this machine, reported to the caller
+            except OSError as error:  # failure of the machine, reported to the caller
                 report = {"trouble": f"{type(error).__name__}: {error}"}
             finally:
                 for file in files:
@@ -139,7 +139,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return limits and open files of the next request, or None when the connection is closed. Skips late orders."""
+        """Return limits and open files of the next request, or None when the connection is closed. Skips orders for programs that have
+        ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -217,7 +218,7 @@ class Zygote:
             os._exit(1)
 
     def _watch(self, pid: int, limits: dict[str, Any], started: float) -> dict[str, Any]:
-        # Python lacks the function where it was built with old headers.
+        # Python builds with old kernel headers lack os.pidfd_open.
         handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else kernel.libc.syscall(PIDFD_OPEN, pid, 0)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
@@ -229,7 +230,7 @@ class Zygote:
                     order = self._line.recv(1)
                     if order == PAUSE:  # a paused program needs no sampling
                         stopped_now: list[int] = []
-                        while (members := self._members(pid)) != stopped_now:  # one may have forked meanwhile
+                        while (members := self._members(pid)) != stopped_now:  # a process may have forked meanwhile
                             _kill(stopped_now := members, signal.SIGSTOP)
                         order = self._line.recv(1)
                         _kill(members, signal.SIGCONT)
@@ -244,7 +245,7 @@ class Zygote:
                 late = time.monotonic() - started > limits["wall_s"]
                 stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
                 if stopped:
-                    _kill(self._members(pid))  # kill all before waiting for one: the others would go on writing
+                    _kill(self._members(pid))  # kill all before waiting for the first: others could still write
                     break
         finally:
             os.close(handle)

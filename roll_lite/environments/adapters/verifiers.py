@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Play, list[dict[str, Any]]]:
-    """Build the Play and its tool schemas; ValueError if the environment cannot be loaded."""
+    """Build the function that plays an episode, and its tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place = f"{path}.id: {settings.id!r}"
     try:

@@ -46,7 +46,6 @@ class ChatRequest:
     text: str | None = None
     """Prompt of the completions API, which has no messages."""
     overridden: tuple[str, ...] = ()
-    """Given parameters that the run's own settings override."""
 
 
 class ChatReply(NamedTuple):

@@ -39,7 +39,6 @@ MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "create
 class _Episode:
     session: Session
     kept: dict[str, list[Message]] = field(default_factory=dict)
-    """Conversations of the responses API by response id."""
     running: set[asyncio.Future[ChatReply]] = field(default_factory=set)
 
 
@@ -66,7 +65,6 @@ class EndpointServer:
         return key
 
     async def settled(self, key: str) -> None:
-        """Wait until no request with this key is running."""
         while running := self._episodes[_hashed(key)].running:
             await asyncio.wait(running)
 
@@ -99,7 +97,7 @@ class EndpointServer:
             running = asyncio.ensure_future(episode.session.respond(asked.request()))
             episode.running.add(running)
             running.add_done_callback(episode.running.discard)
-            # Sampled to its end even if the client goes away, which does not cancel this method: the tokens may be trained on.
+            # Sample to the end even if the client disconnects (which does not cancel this method): the tokens may be trained on.
             while not (await asyncio.wait({running}, timeout=PING_SECONDS))[0]:
                 if asked.stream:
                     stream = await _send(http, stream, b": waiting\n\n")
@@ -107,7 +105,7 @@ class EndpointServer:
             if not asked.stream:
                 return web.json_response(response)
             stream = await _send(http, stream, *map(_encoded, asked.events(response)))
-        except Exception as error:  # whatever an episode raises becomes its client's answer
+        except Exception as error:  # any exception of an episode becomes the client's answer
             status, body = _failure(error)
             if stream is None:
                 return web.json_response(body, status=status, headers={"x-should-retry": "false"} if status == 500 else None)

@@ -15,7 +15,7 @@ LISTS = (list, tuple, range, collections.deque)
 NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
 A_HUNDREDTH = 0.01
 LEAST = 1e-12
-"""Rounding noise, such as in math.sin(math.pi)."""
+"""Maximum difference that counts as rounding noise, as in math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:

@@ -52,7 +52,6 @@ class Asserts:
     """Names that the tested program must define."""
     imports: tuple[str, ...] = ()
     inside: str = ""
-    """Why the asserts must run in the program's process, or empty."""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
@@ -112,7 +111,7 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the names that each test uses; ValueError if the tested function remains ambiguous.
+    """Find the names that each test uses; ValueError if the tested function cannot be determined.
 
     A builtin's name, such as `abs`, is the program's if it is the entry point, or if every assert calls it and the tests use no other name
     of the program.

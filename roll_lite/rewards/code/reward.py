@@ -39,8 +39,8 @@ class CodeReward(RewardType):
     sandboxes; their results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
 
     The program is searched for after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts,
-    else the last without a label. If tests call functions, the last block that defines these counts, even if blocks with examples, output
-    or commands follow. A block cut off by a stop text extends to the end.
+    else the last without a label. If tests call functions, the last block that defines these counts, wherever it is. A block cut off by a
+    stop text extends to the end.
 
     ```yaml
     reward:
@@ -55,8 +55,8 @@ class CodeReward(RewardType):
     unshown = ("backend",)
 
     mode: Literal["tests", "expression"] = "tests"
-    """tests: the response is a program; its tests are in the answer or `column`. expression: it is a Python expression, whose value must
-    equal the answer."""
+    """tests: the response is a program; its tests are in the answer or `column`. expression: the response is a Python expression, whose
+    value must equal the answer."""
     column: str | None = None
     """Column with the tests; default: the answer holds them."""
     commands: dict[str, Language] = Field(default_factory=dict)
@@ -74,8 +74,7 @@ class CodeReward(RewardType):
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Tolerance for numbers that are not integers: in a function's return value, for the relative error; in printed output, for the
-    relative or the absolute error."""
+    """Tolerance for numbers that are not integers: relative error of return values; relative or absolute error of printed output."""
     must_contain: tuple[str, ...] = ()
     """Texts that the program must contain."""
     forbid: tuple[str, ...] = ()

@@ -34,7 +34,6 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Number of tests run in the program's own process."""
     spent_s: float = 0.0
     """CPU seconds used, or a third of the wall-clock time if that is more."""
     verdict: str = ""
@@ -74,7 +73,6 @@ class Rounds:
     fail_fast: bool
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        """Run a few tests of every sample per round, samples concurrently."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         while waiting := [one for one in attempts if one.is_open]:
             groups = [self._group(one) for one in waiting]

@@ -122,7 +122,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append the calls that a data set leaves to its test harness; one text per call."""
+    """Return the source once per call that the data set leaves to its test harness, with the call appended."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

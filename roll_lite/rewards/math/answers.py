@@ -20,7 +20,6 @@ NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[
 NO_FORMULA = re.compile(rf"{DELIMITED.pattern}|\A[A-Z]:\s")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
 STATED = re.compile(r"(?:#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
-"""Text that announces an answer, such as "####" (GSM8K)."""
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
 ATOM = rf"(?:0[xob][\da-fA-F]+|\d+_\{{?\d+\}}?|{D}|\\(?!boxed)[A-Za-z]+(?:\{{[^{{}}\n]*\}})*|\\[%$]|{GROUP}|[½⅓⅔¼¾π√∞%$€£]|{LETTER})"
@@ -48,7 +47,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer as written, or "". `in_words`: the answer is text up to the end of its line."""
+    """Return the answer as written in the response, or "". `in_words`: the answer is text up to the end of its line."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]

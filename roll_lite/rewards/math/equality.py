@@ -18,7 +18,6 @@ Parsed = list[Any]
 CLOSE, PLACES = Fraction(1, 10_000), 6
 """Relative tolerance and decimal places in which two decimals must both agree."""
 LOOSE = Fraction(1, 100)
-"""Relative tolerance between sides of an equation with decimals."""
 DIGITS = 60
 MOST_BITS = 100_000
 """Maximum bits of a power or factorial: the time limit cannot interrupt larger computations."""
@@ -73,7 +72,7 @@ def parse(text: str) -> Parsed:
     text = re.sub(r"(\^\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)", r"\1\\cdot ", as_latex(unwrapped(text)))
     if AMBIGUOUS.search(text) or DELIMITED.search(text):
         return []
-    settings = library().LatexExtractionConfig()  # without removal of units, which would take the letters of 2t, 5m and 3c
+    settings = library().LatexExtractionConfig()  # units stay: removal would also drop the letters of 2t, 5m and 3c
     settings = replace(settings, normalization_config=replace(settings.normalization_config, units=False))
     found = library().parse(f"${text}$", [settings], parsing_timeout=None)
     return [part for part in found if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo) and not _computes_infinity(part)]
@@ -98,7 +97,7 @@ def as_parsed(number: Quantity) -> Parsed:
 def library() -> Any:
     import math_verify
 
-    # Its own time limits, in wall-clock time, are off in favour of ours, in CPU time; it would warn about that.
+    # math-verify warns that its wall-clock time limits are off; our limits are in CPU time.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
@@ -204,7 +203,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count remaining additions, additions in denominators, products, and powers of powers such as (x^2)^5."""
+    """Count the remaining additions, additions in denominators, products, and powers of powers such as (x^2)^5."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

@@ -70,7 +70,7 @@ NO_UNIT_WORD = re.compile(
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""(kinds with exponents, size); the kinds of unknown units (apples) are None."""
+"""(kinds with exponents, size). Kinds are None for unknown units (apples)."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -78,7 +78,7 @@ NO_UNIT: Unit = (None, Fraction(1))
 class Quantity:
     value: Fraction
     exact: bool = True
-    """True for integers and fractions; False for decimals, which may be rounded."""
+    """True for integers and fractions of integers; False for decimals, which may be rounded."""
     percent: bool = False
     unit: Unit = NO_UNIT
 

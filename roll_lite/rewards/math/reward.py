@@ -34,7 +34,6 @@ PARTS = re.compile(
 )
 """References to refuse: several parts, (a) ... (b) ..., or a label: (B) 12 would be read as the product B * 12."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
-"""Words that would be read as products of letters: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 RELATION = re.compile(r"[<>≠≤≥]|\\(?:not|neq?|[lg](?:eq?|eqslant|t))(?![A-Za-z])")

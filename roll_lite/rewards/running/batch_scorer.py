@@ -30,7 +30,7 @@ machine."""
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score again)."""
+    """Score, cause of failure, or None (score again), by item number."""
     seconds: float = 0.0
     interrupted: bool = False
     """True if a time limit interrupted a function: the process must be replaced."""

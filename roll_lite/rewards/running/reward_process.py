@@ -85,12 +85,12 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
-    os.setpgid(0, 0)  # so that it can be ended with its children
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending one; the parent handles Ctrl-C
+    os.setpgid(0, 0)  # own process group, so that its children can be killed too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending SIGINT; the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # printed text must not end up in the table
-    sys.stdout = sys.stderr  # and must not wait in a buffer: this process is killed in the end
+    sys.stdout = sys.stderr  # unbuffered: this process ends by SIGKILL
     try:
         scorer, _ = BatchScorer.of(config, path)
     except ValueError as error:

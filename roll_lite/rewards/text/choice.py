@@ -40,8 +40,8 @@ class ChoiceReward(RewardType):
     the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read."""
     options: str = "options"
     """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
-    CommonsenseQA. Without it, only letters count, as for options whose texts differ only in case. If labels are not letters (1 to 4 in some
-    rows of ARC), the options are A, B, C and so on; prompts should use these."""
+    CommonsenseQA. Without it, or if texts differ only in case, only letters count. If labels are not letters (1 to 4 in some rows of ARC),
+    the options are A, B, C and so on; prompts should use these."""
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
 
@@ -113,7 +113,7 @@ WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}|(?<!\w)[
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”⟦⟧]|\\[()\[\]]", re.MULTILINE)
 BLANKS = re.compile(r"\\[ ,;:!]|\\quad|~")
 
-# Options are first replaced by ⟦Cb⟧: the letter, then b (bare), m (marked, as in "(C)") or t (the option's text).
+# Options are first replaced by marks such as ⟦Cb⟧: the letter, then b (bare letter), m (marked, as in "(C)") or t (the option's text).
 X = "⟦[A-Z][bmt]⟧"
 ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
 RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
@@ -135,14 +135,14 @@ STATED = re.compile(
     rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
     rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*))"
 )
-"""Statements such as "the answer is C"; a lookahead, to find overlapping statements."""
+"""Pattern for statements such as "the answer is C"; a lookahead, so that overlapping statements are found."""
 BESIDE = re.compile(rf"(?i)(?:\s|[.,;:()\[\]{{}}/&或和]|{X}|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
 CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
 ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")
 
 
 def settled_on(text: str, options: dict[str, str]) -> set[str]:
-    """Letters that a text chooses; several if it hedges."""
+    """Return the letters of the options that a text chooses; several if the text is undecided."""
     named, bare = _patterns(tuple(options.items()))
     plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))
     plain = DENIED.sub(lambda clause: re.sub(X, "⟦⟧", clause[0]), plain)

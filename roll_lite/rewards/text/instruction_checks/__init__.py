@@ -37,7 +37,7 @@ def _phrase(name: str, value: Any) -> str:
 
 
 def _phrases(name: str, value: Any) -> list[str]:
-    if isinstance(value, str) or not hasattr(value, "__iter__") or not (values := list(value)):  # a string would pass as a list of letters
+    if isinstance(value, str) or not hasattr(value, "__iter__") or not (values := list(value)):  # list(string) would give letters
         raise ValueError(f"{name} must be a list of words, got {value!r}")
     return [_text(f"each of {name}", one).strip() for one in values]
 

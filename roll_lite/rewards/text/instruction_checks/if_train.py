@@ -49,7 +49,6 @@ def sentence_hyphens(response: str) -> bool:
 
 
 def bigram_wrapping(response: str) -> bool:
-    """Check that every two words are enclosed in << >>."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return every(pairs, lambda pair: pair[0][:2] == "<<" and pair[1][-2:] == ">>" and ">>" not in pair[0] and "<<" not in pair[1])

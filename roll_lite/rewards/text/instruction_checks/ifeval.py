@@ -17,7 +17,7 @@ AROUND = 0.1
 
 
 def holds(count: int, relation: str, number: int, off: int | None = None) -> bool:
-    """Compare count and number: "at least", "less than", "at most" or "around" (with tolerance `off`)."""
+    """True if `count` is "at least", "less than", "at most" or "around" `number`. `off`: tolerance of "around"."""
     off = max(round(number * AROUND), 1) if off is None else off
     around = abs(count - number) <= off
     return {"at least": count >= number, "less than": count < number, "at most": count <= number, "around": around}[relation]
@@ -44,7 +44,7 @@ def is_language(response: str, language: str, *, without_letters: bool) -> bool:
 def _detector() -> Any:
     import langdetect
 
-    langdetect.DetectorFactory.seed = 0  # the same verdict every time
+    langdetect.DetectorFactory.seed = 0  # deterministic verdicts
     return langdetect
 
 
@@ -170,10 +170,10 @@ IFEVAL: dict[str, Callable[..., bool]] = {
 }
 
 RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
-    # Where these instructions say "N times", exactly N is meant.
+    # "N times" means exactly N in these instructions.
     "verify_keywords": lambda response, keyword_list: existence(response, keyword_list),
     "verify_keyword_frequency": lambda response, word, N: whole_words(word, response) == N,
-    # Also as parts of longer words.
+    # Forbidden also inside longer words.
     "validate_forbidden_words": lambda response, forbidden_words: not any(word.lower() in response.lower() for word in forbidden_words),
     # Case matters.
     "verify_letter_frequency": lambda response, letter, N: response.count(letter) == N,
@@ -188,7 +188,7 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_placeholders": lambda response, N: placeholders(response) >= N,
     "verify_bullet_points": lambda response, N: bullets(response) == N,
     "validate_title": title,
-    # As a whole word, with case: a is not A.
+    # Whole words, case-sensitive: a is not A.
     "validate_choice": lambda response, options: any(re.search(rf"(?<!\w){re.escape(option)}(?!\w)", response) for option in options),
     "validate_highlighted_sections": lambda response, N: highlights(response) >= N,
     "validate_sections": lambda response, N, section_splitter: sections(response.lower(), section_splitter.lower()) >= N,
