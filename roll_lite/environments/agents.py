@@ -1,4 +1,4 @@
-"""Black-box agents: programs that talk with the policy over HTTP. Matches each request with the sampled response that it continues."""
+"""Agents that talk with the policy over HTTP: match each request with the sampled response that it continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from roll_lite.environments.tool_calls import split_thoughts
 from roll_lite.sandbox import kernel
 
 MOST_CHARACTERS = 64
-"""Upper bound of characters per token."""
 READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
 """Bytes kept of a program's output, from its end."""
@@ -29,17 +28,13 @@ OUTPUT_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Address at which an agent reaches the policy, and the episode's API key."""
-
     base_url: str
     """URL of OpenAI's APIs; Anthropic's client takes it without /v1."""
     api_key: str
     model: str = "policy"
-    """Name of the model, for clients that must name one."""
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables that the usual clients read."""
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
@@ -50,13 +45,11 @@ class Endpoint:
 
 
 Agent = Callable[[Task, Endpoint], Awaitable[Any]]
-"""Plays an episode; returns a reward, or an answer for the domain's reward to score."""
+"""Function that plays an episode; returns a reward, or an answer for the domain's reward to score."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A response in the tree of turns."""
-
     number: int
     ids: list[int]
     length: int
@@ -64,18 +57,15 @@ class _Node:
 
 
 class AgentSession:
-    """Conversations of one episode. A request that repeats an earlier one and its reply continues that response's tokens: only its further
-    messages are rendered. Any other request is rendered as a new prompt."""
+    """Conversations of one episode. A request that repeats an earlier request and its reply continues the reply's tokens; any other request
+    is rendered as a new prompt."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
-        """`renderer_of`: function from tools to their renderer."""
         self._policy = policy
         self._renderer_of = renderer_of
         self._longest = policy.limits.max_prompt_tokens + policy.room
         self._nodes: dict[bytes, _Node] = {}
-        """Responses by a digest of the conversation up to their end."""
         self._conversations: dict[int, list[Message]] = {}
-        """Conversations by the number of their last response."""
         self._call_numbers = count()
 
     def end(self) -> None:
@@ -89,7 +79,7 @@ class AgentSession:
         policy.begin_turn()
         policy.count("overridden_parameters", len(request.overridden))
         written = len(request.text or "") + len(_json([request.messages, request.tools]))
-        if written > MOST_CHARACTERS * self._longest:  # before it is tokenized, which takes seconds per megabyte
+        if written > MOST_CHARACTERS * self._longest:  # checked before tokenizing, which takes seconds per megabyte
             policy.finish(FinishReason.LENGTH, f"no room is left for a response: the request has {written} characters")
         renderer = self._renderer_of(request.tools)
         node, new, digest = self._match(request)
@@ -118,7 +108,7 @@ class AgentSession:
         return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
-        """Find the latest response that the messages continue; returns it, the messages after it, and a digest of all."""
+        """Find the latest response that the messages continue. Returns (response, messages after it, digest of all messages)."""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -128,7 +118,7 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, stop: Sequence[str], thinking: bool) -> Message:
-        """Convert a response to what clients expect: thoughts apart, text up to the stop string, call ids unique in the episode."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique."""
         reasoning, content = split_thoughts(message["content"], thinking)
         content = content[: min((place for one in stop if (place := content.find(one)) >= 0), default=len(content))]
         calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
@@ -137,7 +127,7 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Extend a conversation's digest with a message. Whitespace around texts is ignored, since clients strip it."""
+    """Extend a conversation's digest by a message, ignoring outer white space, which clients strip."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 
@@ -147,8 +137,7 @@ def _json(value: Any) -> bytes:
 
 
 def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> Play:
-    """Make a Play of an agent. `host`: address of the endpoint. `gives_reward`: the agent's result is a reward; otherwise an answer, which
-    the domain's reward scores."""
+    """Build the function that plays an episode with an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 
     server = EndpointServer()
@@ -166,7 +155,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
                     raise
             else:
                 policy.finish_reason = FinishReason.STOP  # it ended by itself, even if requests were refused
-            await server.settled(key)  # responses that the agent did not wait for train too: else short ones would be preferred
+            await server.settled(key)  # abandoned requests train too: otherwise short responses would be preferred
         finally:
             server.close(key)
         session.end()
@@ -189,8 +178,7 @@ def _reward(result: Any) -> float:
 
 
 def command_agent(command: Sequence[str]) -> Agent:
-    """Agent that is a program. It gets the task as JSON on its standard input, and the endpoint in environment variables; the last line of
-    its output is its result."""
+    """Make an agent of a program: task as JSON on standard input, endpoint in environment variables, result in the last output line."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(
@@ -205,7 +193,7 @@ def command_agent(command: Sequence[str]) -> Agent:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         reading = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr)]
         try:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it need not read the task
+            with suppress(BrokenPipeError, ConnectionResetError):  # the program need not read the task
                 process.stdin.write(json.dumps(asdict(task), default=str).encode())
                 await process.stdin.drain()
                 process.stdin.close()
@@ -213,7 +201,7 @@ def command_agent(command: Sequence[str]) -> Agent:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in a session of its own may hold the pipes
+        await asyncio.wait(reading, timeout=READ_SECONDS)  # a child in another session may hold the pipes
         output, errors = (one.result() if one.done() else "" for one in reading)
         for one in reading:
             one.cancel()
@@ -226,7 +214,6 @@ def command_agent(command: Sequence[str]) -> Agent:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill the program when its worker dies."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Builds a domain's environment from its configuration."""
+"""Build a domain's environment from its configuration."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOOL_SETS = 16
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:
-    """Load the environment of the domain at `path` (YAML). ValueError for a mistake in it. `host`: address of this node, for agents."""
+    """Load the environment of the domain at YAML path `path`; ValueError for a mistake in it."""
     settings = domain.environment
     assert settings is not None
     limits = Limits(
@@ -57,7 +57,6 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) 
 
 
 def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: str, calls: Calls) -> tuple[Play, list[dict[str, Any]]]:
-    """Build the Play and the schemas of its tools. Adapters are imported here, since their packages are optional."""
     path = f"{domain_path}.environment"
     match domain.environment:
         case FunctionEnvironmentConfig() as settings:
@@ -96,7 +95,6 @@ def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: st
 
 
 def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
-    """Task of a row: its prompt as messages, its answer and columns."""
     template, column = domain.template, domain.data.prompt
     if isinstance(template, ChatTemplateConfig):
         messages = messages_of({column: prompt.question}, column, template.system)
@@ -106,8 +104,7 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
 
 
 def tools_of(settings: ToolConfig, path: str, calls: Calls) -> Tools:
-    """Load the tools of one entry of `environment.tools`; `path`: its YAML path. ValueError for a mistake in it. Libraries of shipped tools
-    are imported only if used."""
+    """Load the tools of the entry at YAML path `path`; ValueError for a mistake in it."""
     try:
         match settings:
             case PythonToolConfig():
@@ -167,8 +164,6 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def renderers_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Callable[[Sequence[dict[str, Any]]], Renderer]:
-    """Function from an agent's tools to their renderer. The latest are cached: an agent's requests repeat the same tools."""
-
     @lru_cache(TOOL_SETS)
     def renderer(tools: str) -> Renderer:
         return renderer_of(domain, tokenizer, path, json.loads(tools))

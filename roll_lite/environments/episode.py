@@ -1,4 +1,4 @@
-"""Plays episodes in an environment's worker: renders messages to tokens, and passes them to the policy. Knows neither Ray nor engines."""
+"""Play episodes in an environment's worker: render messages to tokens and pass them to the policy. Independent of Ray and engines."""
 
 from __future__ import annotations
 
@@ -29,24 +29,22 @@ class Renderer(Protocol):
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
 
     def message(self, response_ids: Sequence[int]) -> Message:
-        """Convert a response to a message of the assistant."""
+        """Convert a response to an assistant message."""
         ...
 
     thinking: bool
     """True if the generation prompt already opens the policy's thoughts."""
 
     def text(self, text: str) -> list[int]:
-        """Tokenize a whole prompt, given as one text, without a template."""
+        """Tokenize a whole prompt without a template."""
         ...
 
     def difference(self) -> str | None:
-        """Describe where an episode's tokens differ from the whole conversation rendered at once; None: nowhere."""
+        """Describe where an episode's tokens differ from the whole conversation rendered at once; None if nowhere."""
         ...
 
 
 class Begin(NamedTuple):
-    """Order to play an episode."""
-
     episode: int
     task: Task
     max_tokens: int
@@ -54,8 +52,6 @@ class Begin(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Response of the policy."""
-
     episode: int
     number: int
     ids: bytes
@@ -68,19 +64,16 @@ class Cancel(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Request for a response of the policy."""
-
     episode: int
     number: int
     """Number of the response in the episode, from 0."""
     after: int | None
-    """Number of the response that the new tokens follow; None: they are a prompt."""
+    """Number of the response before the new tokens; None: they are a prompt."""
     ids: bytes
     """New tokens, int32."""
     most: int | None
     """Maximum tokens of the response; None: all that are left."""
     stop: tuple[str, ...] = ()
-    """Further stop strings."""
 
 
 class Ended(NamedTuple):
@@ -97,7 +90,7 @@ class Failed(NamedTuple):
 
 Event = Ask | Ended | Failed
 Play = Callable[[Task, "Policy"], Awaitable[Any]]
-"""Plays one episode. It may return the last response's reward; a bool also says whether the episode was solved."""
+"""Function that plays one episode. It may return the last response's reward; a bool also sets whether the episode was solved."""
 
 
 @dataclass(frozen=True)
@@ -112,34 +105,27 @@ class Limits:
 
 class Response(NamedTuple):
     number: int
-    """Number of the response in the episode, from 0."""
     ids: np.ndarray
     finish_reason: FinishReason | None
 
 
 class Policy:
-    """The policy, as an environment sees it in one episode."""
-
     def __init__(self, number: int, renderer: Renderer, limits: Limits, room: int, ask: Callable[[Ask], None]) -> None:
         self.messages: list[Message] = []
-        """Conversation so far."""
         self.correct: bool | None = None
-        """True if the episode is solved. None: its score decides."""
+        """True if solved; None: the score decides."""
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
-        """Conversations of the episode besides `messages`."""
         self.answer: str | None = None
-        """Answer to score in place of the last response."""
+        """Answer to score instead of the last response."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode has reached, or STOP if an agent ended by itself; a further response resets it."""
+        """Limit that the episode reached, or STOP if an agent ended; reset by a further response."""
         self.limit: str | None = None
-        """Message about the latest limit that a request met."""
         self.limits = limits
         self.room = room
         """Tokens that may still follow the first prompt."""
         self.timer: asyncio.Timeout | None = None
         self._answers: dict[int, asyncio.Future[Answer]] = {}
-        """Responses that are awaited, by number."""
         self._number = number
         self._renderer = renderer
         self._ask = ask
@@ -150,7 +136,7 @@ class Policy:
         self._given = 0
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
-        """Add messages, and let the policy respond. Raises EpisodeOver if a limit is reached."""
+        """Add messages, and let the policy respond. Raises EpisodeOver at a limit."""
         if self._answers:
             raise RuntimeError("the policy was asked for a response while it writes another one")
         new = messages_from(messages)
@@ -167,7 +153,6 @@ class Policy:
         return message
 
     def begin_turn(self) -> None:
-        """Raise EpisodeOver if the episode has had all its turns."""
         if len(self._rewards) >= self.limits.max_turns:
             self.finish(FinishReason.MAX_TURNS, f"the episode has had its {self.limits.max_turns} turns")
 
@@ -198,7 +183,6 @@ class Policy:
                 self.timer.reschedule(when)
 
     def answered(self, answer: Answer) -> None:
-        """Deliver a response to the `sample` call that waits for it."""
         waiting = self._answers.get(answer.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)
@@ -216,12 +200,10 @@ class Policy:
         return ids
 
     def finish(self, reason: FinishReason, why: str) -> NoReturn:
-        """End the episode at a limit."""
         self.finish_reason, self.limit = reason, why
         raise EpisodeOver(why)
 
     def reward(self, value: float) -> None:
-        """Add to the reward of the last response."""
         if not self._rewards:
             raise ValueError("there is no response yet that could be rewarded")
         if not math.isfinite(value):
@@ -229,7 +211,6 @@ class Policy:
         self._rewards[-1] += float(value)
 
     def count(self, name: str, number: float = 1.0) -> None:
-        """Add to one of the episode's metrics."""
         self.metrics[name] = self.metrics.get(name, 0.0) + number
 
     def record(self) -> EpisodeRecord:
@@ -245,8 +226,6 @@ class Policy:
 
 
 class Player:
-    """Plays many episodes at a time in one event loop."""
-
     def __init__(self, play: Play, renderer: Renderer, limits: Limits, calls: Calls) -> None:
         self._play = play
         self._renderer = renderer
@@ -272,7 +251,7 @@ class Player:
                 self._policies[order.episode].answered(order)
 
     def note(self) -> str | None:
-        """Note for the user about the rendering; None if there is nothing to note."""
+        """Note for the user about the rendering, or None."""
         return self._renderer.difference()
 
     @property
@@ -280,7 +259,7 @@ class Player:
         return self._calls.stuck
 
     async def events(self, max_wait_s: float) -> list[Event]:
-        """Return the events since the last call. Waits for the first one, at most `max_wait_s`."""
+        """Return the events since the last call. Waits for the first, at most `max_wait_s`."""
         if not self._events:
             self._changed.clear()
             try:
@@ -325,11 +304,10 @@ def _told(error: Exception) -> str:
 
 
 class Calls:
-    """Calls user functions: async ones in the event loop, others in a thread each, since they may block."""
+    """Caller of user functions: async ones run in the event loop, others in a thread each, since they may block."""
 
     def __init__(self) -> None:
         self.stuck = 0
-        """Number of hanging threads, whose callers have given up."""
 
     async def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if inspect.iscoroutinefunction(function):
@@ -373,8 +351,6 @@ class Calls:
 
 
 def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Play:
-    """Make a Play of a class with `reset` and `step`."""
-
     async def play(task: Task, policy: Policy) -> None:
         environment = await call(cls, **args)
         try:

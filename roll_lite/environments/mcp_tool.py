@@ -1,4 +1,4 @@
-"""Tools of a server that speaks the Model Context Protocol."""
+"""Tools of a Model Context Protocol server."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class McpTools:
         self.schemas = [{"type": "function", "function": known[name]} for name in names]
 
     async def _known(self) -> dict[str, dict[str, Any]]:
-        """The server's tools by name."""
         found: list[Any] = []
         async with self._connected() as client:
             page = await client.list_tools()

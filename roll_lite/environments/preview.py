@@ -1,4 +1,4 @@
-"""Command `roll-lite reward --episodes N`: plays episodes of a domain with an environment and shows them, without engines."""
+"""Command `roll-lite reward --episodes N`: play and show episodes of a domain's environment, without engines."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ WAIT_SECONDS = 5.0
 
 
 class LocalPolicy:
-    """The model, run by transformers, with the domain's sampling."""
-
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, domain: DomainConfig) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = domain.sampling
         self._end_ids = [tokenizer.eos_token_id, *domain.sampling.stop_token_ids]
         self._rows: dict[int, list[int]] = {}
-        """Tokens of the conversation up to a response's end, by its number."""
 
     @torch.inference_mode()
     def respond(self, ask: Ask, room: int) -> Answer:
@@ -69,7 +66,7 @@ class LocalPolicy:
 
 
 def preview_episodes(config: RunConfig, name: str, split: Split, episodes: int) -> int:
-    """Play episodes with the configuration's model and print them. Returns the exit code: 1 if one failed."""
+    """Play and print episodes. Returns the exit code: 1 if one failed."""
     domain, path = config.domains[name], f"domains.{name}"
     if domain.environment is None:
         raise ValueError(f"--episodes: {path} has no environment; leave it out to score responses")
@@ -120,7 +117,7 @@ def _shown(domain: DomainConfig, path: str, prompt: Prompt, end: Ended | Failed)
 
 
 def _conversation(messages: Sequence[dict[str, Any]], record: EpisodeRecord, is_only: bool) -> Iterator[Text]:
-    turn = len(record.rewards) - sum(message["role"] == "assistant" for message in messages)  # the prompt may have such messages
+    turn = len(record.rewards) - sum(message["role"] == "assistant" for message in messages)  # the prompt may contain assistant messages
     for message in messages:
         role, content = message["role"], str(message["content"]).strip()
         line = Text(f"{role:>9}: ", style="bold").append(content, style=COLORS.get(role, ""))

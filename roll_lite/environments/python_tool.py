@@ -1,4 +1,4 @@
-"""Tool `python`: an interpreter for each episode, in a sandbox of its own."""
+"""Tool `python`: a sandboxed interpreter for each episode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 GRACE_S = 2.0
 """Seconds beyond timeout_s in which interrupted code may end."""
 CPU_CALLS = 100
-"""CPU time limit of an interpreter, as a multiple of timeout_s. Between calls it is paused."""
+"""CPU time limit of an interpreter, as a multiple of timeout_s. It is paused between calls."""
 LONGEST_S = 7 * 24 * 3600.0
 WRITE_FILES = """
 def write(files):
@@ -34,18 +34,16 @@ def write(files):
 write({!r})
 del write
 """
-"""Program that an interpreter runs before its first call."""
 
 
 class PythonTool:
     def __init__(self, settings: PythonToolConfig) -> None:
-        """Start a first sandbox. ValueError if programs cannot be isolated here."""
         self._settings = settings
         first = Interpreter(settings)
         first.sandbox.start().refuse_missing(settings.allow_unprotected, "tool python")
         self.schemas = [schema_of(first.python)]
         self._free = [first]
-        """Interpreters that do not run. Their sandboxes are kept for further episodes: starting one takes up to a second."""
+        """Idle interpreters. Their sandboxes are reused, because starting one takes up to a second."""
 
     @asynccontextmanager
     async def opened(self, task: Task) -> AsyncIterator[Call]:
@@ -65,12 +63,9 @@ class Interpreter:
     def __init__(self, settings: PythonToolConfig) -> None:
         self.sandbox = Sandbox(python_path=list(map(str, settings.python_path)))
         self.thread = ThreadPoolExecutor(1)
-        """Runs calls one after the other."""
         self.files: dict[str, str] = {}
-        """Files of the episode: name -> text."""
         self._settings = settings
         self._peer: socket.socket | None = None
-        """Connection to the running interpreter."""
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         return await asyncio.get_running_loop().run_in_executor(self.thread, partial(self.python, **arguments))
@@ -87,7 +82,7 @@ class Interpreter:
         try:
             peer.sendall(json.dumps(code).encode() + b"\n")
             answer = peer.recv(1)
-        except OSError:  # a time-out, or the interpreter has ended, as with an empty answer
+        except OSError:  # timeout or ended interpreter; an empty answer means the same
             answer = b""
         printed = self.sandbox.printed().decode(errors="replace").rstrip()
         if answer == b"\0":

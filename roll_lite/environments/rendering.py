@@ -1,7 +1,8 @@
-"""Renders an episode's messages to tokens. Sampled responses keep their tokens: only the text after them is rendered and tokenized.
+"""Render an episode's messages to tokens. Sampled responses keep their tokens; only the text after them is rendered and tokenized.
 
 Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it spells one, it is split after the first
-character and tokenized in parts."""
+character and tokenized in parts.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +22,19 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Text of the dummy response. Letters and digits only, which trimming and JSON leave unchanged."""
+"""Text of the dummy response: letters and digits, which trimming and JSON leave unchanged."""
 CALL_ID = "call00000"
-"""Nine letters and digits, as Mistral's templates demand."""
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
 RESULT: Message = {"role": "tool", "content": "Result7f3a9c51", "name": "tool", "tool_call_id": CALL_ID}
 
 
 class ChatRenderer:
-    """Renders by a chat template.
+    """Renderer by a chat template.
 
-    `chat_template`: None for the tokenizer's. `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path of the
-    template, for messages. `call_format`: None for that of the template. `end_ids`: tokens that end a response, besides the template's own
-    and the tokenizer's EOS (Llama's <|eom_id|>)."""
+    `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path, for messages. `call_format`: None to detect it
+    from the template. `end_ids`: tokens that end a response, besides the template's own and the tokenizer's EOS (Llama's <|eom_id|>).
+    """
 
     def __init__(
         self,
@@ -55,13 +55,12 @@ class ChatRenderer:
         self._setting = setting
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools for rendering continuations; None if they make no difference there, since rendering them takes time."""
+        """Tools for rendering continuations; None if they make no difference there, which saves time."""
         self._needs_calls = bool(tools)
-        """True if tool results need a dummy response with calls: without it, the template renders them differently or not at all."""
+        """True if tool results need a dummy response with calls, without which the template renders them differently."""
         self._closing = self._after([], prompt=False)
         """Text after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
-        """The template's end-of-turn token; None if it has none."""
         self._ends = {*end_ids, tokenizer.eos_token_id, self._end} - {None}
         self._check()
         form = call_format or (family_of(self._template) if tools else None)
@@ -71,7 +70,6 @@ class ChatRenderer:
         self._parser = ToolCallParser(tokenizer, form, tools or (), self.thinking)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Tokens of an episode's first prompt."""
         return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
@@ -92,12 +90,12 @@ class ChatRenderer:
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
-        """Describe, by an example, where an episode's tokens differ from the template applied to the whole conversation; None: nowhere."""
+        """Describe by an example where an episode's tokens differ from the template applied to the whole conversation; None if nowhere."""
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
                 ids = list(self._incremental(messages))
-            except ValueError:  # the template refuses a system message or two calls at once: an error only in runs that have them
+            except ValueError:  # the template refuses this kind of conversation, which the run may not need
                 continue
             if ids != whole[: len(ids)]:
                 place = _common(ids, whole)
@@ -109,7 +107,6 @@ class ChatRenderer:
         return None
 
     def _incremental(self, messages: Sequence[Message]) -> Iterator[int]:
-        """Tokens of a conversation as an episode collects them. Responses are what the template writes for a last message."""
         response: list[int] | None = None
         start = 0
         for number, message in enumerate(messages):
@@ -148,11 +145,9 @@ class ChatRenderer:
         return f"name a template for multi-turn conversations in {self._setting}.file"
 
     def _guarded(self, messages: Sequence[Message]) -> list[Message]:
-        """Guard the messages' texts. An assistant's may contain added tokens that are not special, such as <think>."""
         return [self._text.guard(one, only_special=one["role"] == "assistant") for one in messages]
 
     def _following(self, messages: list[Message]) -> str:
-        """Text between a response without its end-of-turn token and the next response."""
         results = list(takewhile(lambda one: one["role"] == "tool", messages)) if self._needs_calls else []
         if results:
             calls = [_call(one.get("name", "tool"), {"text": SENTINEL}, one.get("tool_call_id", CALL_ID)) for one in results]
@@ -163,7 +158,7 @@ class ChatRenderer:
         return self._after(messages)
 
     def _after(self, messages: list[Message], calls: list[Any] | None = None, prompt: bool = True) -> str:
-        """Render a dummy response (SENTINEL) and these messages; returns the text after the sentinel."""
+        """Render a dummy response (SENTINEL) and these messages; return the text after the sentinel."""
         response = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": SENTINEL}
         _, found, text = self._render([QUESTION, response, *messages], self._later_tools, prompt).rpartition(SENTINEL)
         if not found:
@@ -181,8 +176,7 @@ class ChatRenderer:
 
 
 class PlainRenderer:
-    """Renders for base models: contents joined, without roles. The prompt is tokenized as in single-turn runs: it may spell out added
-    tokens, as the text of a plain template does."""
+    """Renderer for base models: contents joined, without roles."""
 
     thinking = False
 
@@ -213,12 +207,11 @@ def _message(parser: ToolCallParser, response_ids: Sequence[int]) -> Message:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the common prefix."""
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class _GuardedText:
-    """Keeps added tokens out of foreign text: `guard` marks where to split texts that spell them, `encode` tokenizes the parts."""
+    """Keep added tokens out of foreign text: `guard` marks where to split texts that spell them, `encode` tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.added_tokens_decoder
@@ -227,7 +220,6 @@ class _GuardedText:
         self._all = _first_characters(token.content for token in added.values())
         self._special = _first_characters(token.content for token in added.values() if token.special)
         self._mark = f"cut{secrets.token_hex(16)}"
-        """Random, so that no text contains it."""
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
@@ -239,35 +231,33 @@ class _GuardedText:
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, start: bool = False) -> list[int]:
-        """Tokenize a marked text. `start`: nothing precedes it."""
+        """Tokenize a marked text. `start`: no text precedes it."""
         parts = text.split(self._mark)
         first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
         return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
 
     def first_added(self, ids: Sequence[int]) -> tuple[int, int | None]:
-        """Index and id of the first added token; (len(ids), None) without one."""
         return next(((place, one) for place, one in enumerate(ids) if one in self._added), (len(ids), None))
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is put before it and
-        dropped."""
+        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is prepended and its tokens
+        are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)
 
 
 def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
-    """Pattern for the first character of each occurrence of these texts, even of overlapping ones. Whitespace, which some tokenizers have
-    as added tokens, is ordinary text."""
+    """Build a pattern for the first character of each occurrence of these texts, even if overlapping."""
     tails = _tails(text for text in texts if len(text) > 1 and not text.isspace())
     return re.compile("|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in tails.items()) or "(?!)")
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Pattern for a lookahead to any of these texts: a prefix tree, since models have thousands of added tokens."""
+    """Lookahead pattern for these texts: a prefix tree, since models have thousands of added tokens."""
     if "" in texts:
         return ""
     branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]
@@ -286,7 +276,6 @@ def _call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
 
 
 def _conversations(tools: bool) -> Iterator[tuple[str, list[Message]]]:
-    """Conversations, as (kind, messages), in which some templates change earlier messages."""
     answer: Message = {"role": "assistant", "content": "The answer is 42."}
     turns = [QUESTION, answer, {"role": "user", "content": "Try again."}, answer]
     yield "two turns", turns

@@ -1,4 +1,4 @@
-"""Tool `search`: finds documents of a local corpus by BM25."""
+"""Tool `search`: find documents of a local corpus by BM25."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from roll_lite.files import read_text
 
 
 def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
-    """Index the corpus; returns the function that searches it. ValueError if it cannot be read."""
     documents = [f"[{head}]\n{text}" for head, text in _documents(settings)]
     if not documents:
         raise ValueError(f"corpus: {settings.corpus} has no documents")
@@ -34,7 +33,6 @@ def search_in(settings: SearchToolConfig) -> Callable[[str], str]:
 
 
 def _documents(settings: SearchToolConfig) -> Iterator[tuple[str, str]]:
-    """Yield each document's header (its id and title, or its number) and text."""
     if settings.corpus.suffix == ".txt":
         yield from ((str(number), line) for number, line in enumerate(read_text(settings.corpus).splitlines(), 1) if line.strip())
         return

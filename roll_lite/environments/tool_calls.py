@@ -1,4 +1,4 @@
-"""Finds the tool calls in sampled responses, in the formats of the usual model families, and describes Python functions as tools."""
+"""Find tool calls in sampled responses, in the formats of common model families; describe Python functions as tools."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-"""Tokens that parsers need: kept even where a tokenizer has them as special tokens, which are otherwise left out."""
+"""Tokens that parsers need, kept even if special."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
-"""The end tag may be missing: a stop string is not part of a response."""
+"""End of a call. The tag may be missing: a stop string is not part of a response."""
 SKIP_TO_END = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
 CODER_START = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 CODER = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>((?:(?!<function=).)*?)</function>(?:\s*</tool_call>)?", re.DOTALL)
@@ -37,18 +37,16 @@ class _Found(NamedTuple):
     start: int
     end: int
     values: list[Any]
-    """Calls as parsed from JSON, unchecked."""
 
 
 class Parsed(NamedTuple):
     content: str
     """Text without the markup of calls; thoughts included."""
     calls: list[dict[str, Any]]
-    """Calls in OpenAI's form, with arguments as a dict. A malformed call has a `problem`, and its `text`."""
+    """Calls in OpenAI's form, with arguments as a dict. A malformed call has a `problem` and its `text`."""
 
 
 def family_of(chat_template: str) -> CallFormat | None:
-    """Tool-call format of a chat template; None if it is unknown."""
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
     if "<tool_call>" in chat_template and "<arg_key>" not in chat_template:  # GLM has the tag, but not JSON in it
@@ -59,8 +57,8 @@ def family_of(chat_template: str) -> CallFormat | None:
 
 
 class ToolCallParser:
-    """Finds tool calls in responses. `form`: None finds none. `tools`: OpenAI schemas, for the types of arguments written as text.
-    `thinking`: responses begin within thoughts, which the generation prompt has opened."""
+    """Parser of tool calls. `form`: None finds none. `tools`: OpenAI schemas, for the types of arguments written as text. `thinking`: the
+    generation prompt already opens the thoughts."""
 
     def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -71,7 +69,6 @@ class ToolCallParser:
         self._thinking = thinking
 
     def parse(self, response_ids: Sequence[int]) -> Parsed:
-        """Content and calls of a response. Calls within thoughts do not count."""
         kept = [one for one in response_ids if one not in self._left_out]
         text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if self._finder is None:
@@ -87,7 +84,6 @@ class ToolCallParser:
         return Parsed(content.strip() if calls else content, calls)
 
     def _take_calls(self, text: str, calls: list[dict[str, Any]]) -> str:
-        """Append the calls of a text; returns the rest of the text."""
         assert self._finder is not None
         rest, at = "", 0
         for start, end, values in self._finder(text, self._parameters):
@@ -99,7 +95,7 @@ class ToolCallParser:
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
-    """Split a response in thoughts and the rest. `thinking`: the generation prompt has opened the thoughts."""
+    """Split a response into thoughts and the rest. `thinking`: the generation prompt has opened the thoughts."""
     for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
         text = content.lstrip()
         if text.startswith(opening) or (thinking and closing in text):
@@ -136,7 +132,6 @@ def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _read(text: str, at: int) -> tuple[Any, int]:
-    """Read the JSON value that begins at `at`; returns it, or _Malformed, and where it ends."""
     at = _skip(SPACE, text, at)
     try:
         return DECODER.raw_decode(text, at)
@@ -181,7 +176,6 @@ def _qwen3_coder(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
 
 
 def _typed(text: str, schema: dict[str, Any] | None) -> Any:
-    """Convert an argument to its schema's type; the text itself if that fails."""
     if not schema or "string" in (kind := schema.get("type", () if "anyOf" in schema else "string")) or kind is None:
         return text
     try:
@@ -220,8 +214,7 @@ assert set(FINDERS) == set(get_args(CallFormat))
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """OpenAI schema of a function: its name, type hints, and docstring with Google's `Args:`. ValueError if the model cannot be told how to
-    call it."""
+    """Build the OpenAI schema of a function from its type hints and Google-style docstring; ValueError if either is incomplete."""
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
     name = getattr(function, "__name__", type(function).__name__)

@@ -17,34 +17,27 @@ LEFT_OUT = "\n[... the middle is left out: the result is too long ...]\n"
 
 
 class ToolError(Exception):
-    """A call failed. The model reads the message as the call's result."""
+    """Failure of a call; the model reads the message as the call's result."""
 
 
 class ToolLost(Exception):
-    """A tool's backend, such as a server, is gone. The attempt at the episode fails."""
+    """Loss of a tool's backend, such as a server. The episode attempt fails."""
 
 
 LOST = (ToolLost, SandboxTrouble)
 Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
-"""Calls a tool by its name, with the model's arguments."""
 
 
 class Tools(Protocol):
-    """Tools of one entry of `environment.tools`."""
-
     @property
-    def schemas(self) -> Sequence[dict[str, Any]]:
-        """Descriptions for the chat template, in OpenAI's form."""
-        ...
+    def schemas(self) -> Sequence[dict[str, Any]]: ...
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        """Open the tools when an episode first calls one of them; close them at its end."""
+        """Open the tools at the episode's first call; close them at its end."""
         ...
 
 
 class FunctionTool:
-    """Python function as a tool, without a state per episode. ValueError if the model cannot be told how to call it."""
-
     def __init__(self, function: Callable[..., Any], calls: Calls) -> None:
         self.schemas = [schema_of(function)]
         self._function = function
@@ -58,14 +51,13 @@ class FunctionTool:
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> Play:
-    """Make a Play in which the policy may call tools until a response has no call. `max_chars`: longest result of a call."""
+    """Build the function that plays an episode: the policy calls tools until a response has no call."""
     by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 
     async def play(task: Task, policy: Policy) -> None:
         opened: dict[Tools, Call] = {}
 
         async def answer(call: Message) -> tuple[Message, bool]:
-            """Call a tool; returns its message, and whether the call succeeded."""
             name, arguments, problem = call["function"]["name"], call["function"]["arguments"], call.get("problem")
             if problem is None and name not in by_name:
                 problem = f"there is no tool {name!r}; there are {', '.join(by_name)}"
@@ -96,13 +88,12 @@ def play_tools(tools: Sequence[Tools], max_chars: int) -> Play:
                 policy.count("tool_errors", sum(not succeeded for _, succeeded in answers))
                 message = await policy.respond([one for one, _ in answers])
         finally:
-            await closing.aclose()  # without the exception that ends the episode, which a task group in a tool would wrap
+            await closing.aclose()  # not __aexit__: a tool's task group would wrap the exception that ends the episode
 
     return play
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Leave out the middle of a long text."""
     if len(text) <= max_chars:
         return text
     kept = max_chars - len(LEFT_OUT)

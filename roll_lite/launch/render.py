@@ -1,4 +1,4 @@
-"""Files that start a run on a cluster, rendered from templates: scripts for Slurm and for Ray on bare machines, a RayJob of KubeRay."""
+"""Render files that start a run on a cluster: scripts for Slurm and for Ray on bare machines, a RayJob of KubeRay."""
 
 from __future__ import annotations
 
@@ -17,27 +17,23 @@ from roll_lite.files import EXAMPLES, read_text
 
 TEMPLATES = {"slurm": "slurm.sh.jinja", "ray": "ray.sh.jinja", "k8s": "k8s.yaml.jinja"}
 SHARED = Path("/shared")
-"""Folder at which pods mount the shared volume."""
+"""Mount point of the shared volume in pods."""
 CLOSING_S = 60
-"""Seconds of notice before the end, besides `checkpoint.on_sigterm_s`."""
+"""Notice before the end in seconds, besides `checkpoint.on_sigterm_s`."""
 LONGEST_NAME = 47
-"""Maximum length of a RayJob's name in KubeRay."""
 
 
 @dataclass(frozen=True)
 class Launch:
     target: str
-    """Key of TEMPLATES."""
     name: str
     folder: Path | None
-    """Folder of the configuration, as given."""
     overrides: Sequence[str]
     image: str | None = None
     claim: str = "shared"
-    """Persistent volume claim of the shared volume."""
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield what the target does not allow. `file`: where the configuration was found."""
+        """Yield settings that the target does not allow."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:
                 yield hidden(word), "would stand in the file; write ${oc.env:NAME}, and set that variable on the nodes"

@@ -1,5 +1,4 @@
-r"""Extracts answers from responses: drops the thinking, and text left unfinished at the token limit; reads <answer></answer> and
-\boxed{}."""
+r"""Extract answers: drop thinking and text cut at the token limit; read <answer></answer> and \boxed{}."""
 
 from __future__ import annotations
 
@@ -23,17 +22,15 @@ DISPLAY = re.compile(r"\$\$.*?(?:(\$\$)|\Z)|\\\[.*?(?:(\\\])|\Z)", re.DOTALL)
 
 
 def narrow(text: str) -> str:
-    """Convert full-width characters to ASCII, and separate East Asian characters from words and numbers by spaces."""
     return text if text.isascii() else BESIDE_HAN.sub(" ", text.translate(WIDE))
 
 
 def after_thinking(sample: RewardInput) -> str:
-    """Response without its thinking; the prompt may end with the opening <think>."""
     return without_thinking(sample.response, sample.prompt)
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Text after the last </think>; empty if the last <think> is not closed."""
+    """Return the text after the last </think>; empty if the last <think> is not closed."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
@@ -44,16 +41,12 @@ def is_cut(sample: RewardInput) -> bool:
 
 
 def complete(sample: RewardInput) -> str:
-    """Response without thinking, for rewards that judge all of it; empty if cut."""
     return "" if is_cut(sample) else after_thinking(sample)
 
 
 def finished(sample: RewardInput) -> str:
-    """Response without thinking, for rewards that search it for an answer.
-
-    If the token limit cut the response, the text ends after its last whole sentence or line, or after a later closed box or answer tag. An
-    open displayed formula is dropped.
-    """
+    """Return the response without thinking and, if cut at the token limit, without its unfinished end: an open sentence, line or
+    formula."""
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -73,8 +66,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last nonempty \boxed{} and of those before it, in order, if only commas, `and` or `or` separate them; at most
-    MOST_BOXES."""
+    r"""Contents of the last nonempty \boxed{} and of the boxes before it that are joined by commas, `and` or `or`."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

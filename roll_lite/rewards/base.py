@@ -1,7 +1,7 @@
-"""Base class of reward types; calls reward functions and tells scores from failures.
+"""Base class of reward types; call reward functions and separate scores from failures.
 
-A failure takes the sample out of training. Only the reference answer, a service or the machine may cause one. A bad response must get a low
-score, or the policy could learn to have wrong responses left out.
+A failed sample is left out of training. Only the reference answer, a service or the machine may cause a failure. A bad response gets a low
+score: otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ Scores = TypeVar("Scores")
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 CANNED_RESPONSE = "The answer is 1."
-"""Response with which rewards and environments are tried before the engines start."""
+"""Response used to try rewards and environments before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in rewards that the response may have caused; others (OSError) may come from the machine."""
+"""Exceptions of built-in rewards that the response may have caused; others may come from the machine."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
-"""Largest float32, the type used in training."""
 
 
 class RewardFailed(Exception):
-    """A sample could not be scored: a failure, never a reward of zero."""
+    """Failure to score a sample; never a reward of zero."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -44,67 +43,53 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused.
-
-    RewardFunction then scores a harmless response to the same prompt. If that fails too, the cause is elsewhere; otherwise the response
-    gets the lowest score.
-    """
+    """Failure that the response may have caused. If a harmless response can be scored, the response gets the lowest score."""
 
 
 class RewardType(Section):
-    """Base class of reward types. Its fields are the arguments in YAML.
-
-    Docstrings of types, each with a YAML example, and of fields become docs/rewards.md.
-    """
+    """Base class of reward types; fields are arguments in YAML. Docstrings become docs/rewards.md."""
 
     within_a_run: ClassVar[bool] = False
-    """True if only the processes of a run can compute the reward."""
+    """True if only a training run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward reads the reference answer before the response, and scores an empty response quickly."""
+    """True if the reward reads the reference answer before the response, and scores empty responses quickly."""
     answers_are_responses: ClassVar[bool] = True
-    """False if reference answers hold something else, such as tests, or if there are none."""
+    """False if reference answers are not responses (tests, for example)."""
     unshown: ClassVar[tuple[str, ...]] = ()
-    """Arguments that may hold a secret: messages never show their values."""
+    """Arguments that may hold a secret; messages hide their values."""
 
     def __call__(self, sample: Any) -> Any:
-        """Score a sample, or a list of samples; sync or async, as a user's function may be."""
         raise NotImplementedError
 
     def lowest(self) -> float:
-        """Score of a response that caused a failure of the reward."""
         return 0.0
 
     def warm(self) -> None:
-        """Do a first call's slow work (imports, tables) before time limits run; ValueError if something is missing."""
+        """Do slow first-call work (imports, tables) before time limits apply."""
 
     def at_once(self) -> int | None:
-        """Maximum samples per call, for rewards that score lists; None: unlimited. The time limit of one sample holds for the whole
-        call."""
+        """Maximum samples per call; None: unlimited. A call must finish within one sample's time limit."""
         return None
 
     def describe(self) -> str:
-        """Note for the user on how the reward runs here; may be empty."""
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Find the reward's problems in this configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
+        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
         yield from ()
 
     def needs_answer(self) -> bool:
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Argument -> the data columns that it names. Defaults are left out."""
+        """Map arguments set by the user to the data columns they name."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
-        """Response that should be correct for this answer; None if there is none."""
         return written(answer) if self.answers_are_responses else None
 
 
 def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    """Yield a problem if a time limit inside the reward (`seconds`) is not below the sample's `timeout_s`, which would end the sample
-    first."""
     if seconds >= timeout_s:
         message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
         yield Problem(f"{place}.args.{argument}", message, value)
@@ -114,17 +99,14 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write a response with the answer in the form that `extract` requires (boxed, tagged). None if the answer is neither text nor
-    number."""
-    first = answer[0] if isinstance(answer, list) and answer else answer  # of a list any entry counts
+    """Write the answer as a response in the form that `extract` requires (boxed, tagged). None if it is neither text nor number."""
+    first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return WRAPPED.get(extract, "{}").format(first)
 
 
 class RewardFunction:
-    """Reward function with its arguments: sync or async, for one sample or a list."""
-
     def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
@@ -136,17 +118,16 @@ class RewardFunction:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """Score a sample outside an event loop."""
         return self.run(self.score(item))
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Finish `score` or `scores` outside an event loop. An async function keeps its loop and connections between calls."""
+        """Run `score` or `scores` outside an event loop. An async function keeps its loop, hence its connections, between calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(scoring)
         try:
             scoring.send(None)
-        except StopIteration as end:  # nothing in it waits
+        except StopIteration as end:  # a sync function never awaits
             return end.value
         raise AssertionError("a sync function that waits")
 
@@ -164,8 +145,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call; a single sample if the function takes no lists. RewardFailed if the whole call failed; then the caller
-        scores each sample alone."""
+        """Score a list in one call. RewardFailed if the whole call failed; the caller then scores each sample alone."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     def close(self) -> None:
@@ -199,7 +179,6 @@ class RewardFunction:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turn an exception of the function into a RewardFailed: its subclass ResponseSuspected if the response may have caused it."""
         try:
             yield
         except RewardFailed:
@@ -219,7 +198,6 @@ def _scored(scores: list[Score | RewardFailed]) -> Score:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """True if the function takes a list of samples. Its attribute `batched` decides, else its first parameter's annotation."""
     said = getattr(function, "batched", None)
     if said is not None:
         return bool(said)
@@ -227,13 +205,12 @@ def is_batched(function: Callable[..., Any]) -> bool:
     if not parameters:
         return False
     hint = hints_of(function).get(parameters[0].name, parameters[0].annotation)
-    if isinstance(hint, str):  # names a type that only the type checker imports
+    if isinstance(hint, str):  # unresolved: a type that only the type checker imports
         return re.match(r"([\w.]*\.)?(list|List|Sequence)\b", hint) is not None
     return (typing.get_origin(hint) or hint) in (list, Sequence)
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Type hints of the function; empty if annotations cannot be resolved at run time."""
     try:
         return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
     except (NameError, TypeError):
@@ -241,8 +218,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a reward's result (number, bool, Score or dict of its fields) to a Score. RewardFailed for anything else, infinity and
-    NaN."""
+    """Convert a result (number, bool, Score or dict of its fields) to a Score. RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):
@@ -269,7 +245,6 @@ def to_score(result: Any, name: str) -> Score:
 
 
 def checked_score(number: float, name: str) -> float:
-    """Return the number; RewardFailed if it is not finite as float32."""
     if not abs(number) <= LARGEST_SCORE:
         what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
         raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
@@ -284,5 +259,4 @@ def _float(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's bool to Python's without importing numpy, which is slow."""
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

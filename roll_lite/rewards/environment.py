@@ -1,4 +1,4 @@
-"""Reward `environment`: the rewards that a domain's environment gave."""
+"""Reward `environment`: return the rewards that the environment gave."""
 
 from __future__ import annotations
 

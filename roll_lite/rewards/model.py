@@ -19,7 +19,6 @@ from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardType
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled, filling, is_chat
 
 ScoredText = str | list[dict[str, str]]
-"""Input of a reward model: a text, or chat messages for its chat template."""
 
 CHAT = "chat"
 QUESTION = "{question}"
@@ -40,10 +39,9 @@ class ModelReward(RewardType):
     A replica of the model reads up to `micro_batch_size` samples, of any domain, in one forward pass, or in several if they exceed
     `micro_batch_tokens`.
 
-    A response that makes the text longer than the model's max_length scores 0. With `scale: none`, bad responses may score less than that:
-    use sigmoid if outputs may be negative. If a process of the model dies, it is restarted (with Megatron: all processes are). Samples that
-    it was scoring fail with the cause and are retried (`retries`); other replicas keep serving. While no replica runs, samples wait and
-    their `timeout_s` is paused.
+    A response that makes the text longer than the model's max_length scores 0. With `scale: none`, bad responses may score below 0: use
+    sigmoid if outputs may be negative. A dead process of the model is restarted (with Megatron: all processes). The samples that it was
+    scoring fail and are retried (`retries`); other replicas keep serving. While no replica runs, samples wait and `timeout_s` is paused.
 
     ```yaml
     reward_models:
@@ -63,11 +61,11 @@ class ModelReward(RewardType):
     """Name in the section `reward_models`."""
     template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
     """Text that the model reads, or `chat`. {prompt} is the policy's input with its template applied, {question} the prompt as in the data,
-    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
-    data. `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
+    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a data column.
+    `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
     question: Annotated[str, AfterValidator(_is_text)] = QUESTION
-    """User's message for `template: chat`, with the same placeholders. If it is one placeholder for a list of chat messages, all of them
-    come before the response."""
+    """User's message for `template: chat`, with the same placeholders. A single placeholder for a list of chat messages puts all of them
+    before the response."""
     scale: Literal["none", "sigmoid"] = "none"
     """none: the score is the model's output. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0
@@ -100,7 +98,6 @@ class ModelReward(RewardType):
             yield Problem(f"{place}.args.template", message, CHAT)
 
     def model_input(self, sample: RewardInput) -> ScoredText:
-        """Model input for a sample; RewardFailed if a column is missing."""
         if self.template != CHAT:
             return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
@@ -119,5 +116,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """Return 0 as the base score: reward workers score only the terms, and the model's score is added later."""
+    """Return 0 as a base score, to which the model's score is added later."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Placeholders in the templates of texts that judges and reward models read."""
+"""Fill placeholders in the templates of judges and reward models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass, so braces in a prompt or response stay. `response`: text to use instead of the sample's."""
+    """Fill all placeholders in one pass, so that braces in filled-in text stay."""
     parts = []
     for text, name, _, _ in Formatter().parse(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -43,11 +43,7 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 
 
 def filling(name: str, sample: RewardInput) -> Any:
-    """Value of a placeholder; None if the sample lacks it.
-
-    {question}: the column of that name, else the prompt as in the data. {fence}: a line that the response cannot contain. Other names:
-    columns.
-    """
+    """Return a placeholder's value; None if the sample lacks it. {fence} is a line that the response cannot contain."""
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
         return own[name]
@@ -63,7 +59,6 @@ def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Join chat messages to one text, each after its role; a single message without its role."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

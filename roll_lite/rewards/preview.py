@@ -1,4 +1,4 @@
-"""Command `roll-lite reward`: tries a domain's reward on reference answers or given responses before training."""
+"""Command `roll-lite reward`: try a domain's reward on reference answers or given responses."""
 
 from __future__ import annotations
 
@@ -35,22 +35,18 @@ from roll_lite.rewards.running.reward_process import RewardProcess
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""Time limit in seconds for checking the reference answers, unless `Look.limit` is None."""
+"""Time limit for checking the reference answers, in seconds."""
 
 PLAIN_WIDTH = 140
 LONGEST_CELL = 160
 LONGEST_CAUSE = 300
 REFERENCES_SHOWN = 10
 COLUMNS = {"prompt #": 0, "prompt": 4, "response": 3, "answer": 2, "extracted": 2, "score": 0, "verdict": 2, "format": 0, "time": 0}
-"""Columns' shares of the width that the narrow ones, which have none, leave."""
 
 Try = tuple[Prompt, str, str]
-"""Prompt, response and finish reason."""
 
 
 class Given(BaseModel):
-    """Line of a file with responses."""
-
     response: str
     prompt: Any = None
     prompt_uid: Annotated[int, Field(strict=True)] | None = None
@@ -62,9 +58,7 @@ class Look:
     domain: str | None
     split: Split = "train"
     limit: int | None = 20
-    """Maximum responses; None: all."""
     responses: Path | None = None
-    """JSON lines or a table, with `response` and `prompt_uid` or `prompt`, such as a run's samples."""
     column: str | None = None
 
 
@@ -73,7 +67,6 @@ class Looked:
     prompt: Prompt
     response: str
     score: Score | str
-    """Score, or the cause of failure."""
     seconds: float
 
 
@@ -81,9 +74,8 @@ class Looked:
 class References:
     total: int
     unreadable: dict[int, str]
-    """Prompt uid -> why its reference answer is unreadable."""
     read: int
-    """References read; less than all if the time ran out."""
+    """Number of references checked; less than `total` if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -94,7 +86,6 @@ class References:
 
 
 def preview(config: RunConfig, look: Look) -> int:
-    """Score responses, print a table and return the exit code."""
     looked: list[Looked] = []
     title = "responses" if look.responses else "reference answers" if look.column is None else f"responses of column {look.column}"
     references = None
@@ -133,7 +124,6 @@ def preview(config: RunConfig, look: Look) -> int:
 
 
 def chosen_domain(config: RunConfig, name: str | None) -> str:
-    """Domain of this name; None: the only one."""
     names = list(config.domains)
     if name is None and len(names) > 1:
         raise ValueError(f"--domain: which one? There are {', '.join(names)}")
@@ -153,7 +143,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load prompts (the whole split if its references will be checked) and responses to score."""
+    """Load prompts and the responses to score. Checking references needs the whole split."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -186,7 +176,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
-    """Read this domain's lines of the file, without failed samples of a run. ValueError for an invalid line."""
+    """Yield this domain's lines of the file, without failed samples; ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):
@@ -226,7 +216,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Find reference answers that the reward cannot read. Tries them in random order for at most `seconds` (None: no limit)."""
+    """Find unreadable reference answers, in random order for at most `seconds` (None: no limit)."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:
@@ -301,7 +291,6 @@ def _cells(one: Looked) -> list[Text]:
 
 
 def _verdict(score: Score | str) -> Text:
-    """Verdict, with the reward's reason if the response is wrong."""
     if isinstance(score, str):
         return Text("FAILED", "bold red")
     if score.is_correct:
@@ -311,7 +300,6 @@ def _verdict(score: Score | str) -> Text:
 
 
 def _short(text: str) -> str:
-    """Shorten a long text to its beginning and end: a prompt's question may be at either."""
     text = text.strip().replace("\n", "⏎ ")
     half = (LONGEST_CELL - 5) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"

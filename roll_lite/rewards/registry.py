@@ -1,4 +1,4 @@
-"""Reward types by name, construction of a domain's reward, and checks of the rewards in a configuration."""
+"""Build rewards by name, and check the rewards of a configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ REWARDS = {
     "remote": "roll_lite.rewards.http.remote.RemoteReward",
     "environment": "roll_lite.rewards.environment.EnvironmentReward",
 }
-"""Built-in reward types, imported on first use."""
 
 
 def reward_type(name: str) -> type[RewardType]:
@@ -52,7 +51,7 @@ def reward_type(name: str) -> type[RewardType]:
 
 
 def read_arguments(name: str, args: Mapping[str, Any], place: str) -> RewardType | list[Problem]:
-    """Create a built-in reward, or return all problems with its arguments."""
+    """Create a built-in reward, or return the problems with its arguments."""
     cls = reward_type(name)
     read, problems = section_from(cls, dict(args), (place,))
     unshown = tuple(f"{place}.{argument}" for argument in cls.unshown)
@@ -60,7 +59,6 @@ def read_arguments(name: str, args: Mapping[str, Any], place: str) -> RewardType
 
 
 def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
-    """Create a built-in reward from its arguments; ValueError with all problems."""
     read = read_arguments(name, args, f"{path}.args")
     if isinstance(read, RewardType):
         return read
@@ -68,7 +66,7 @@ def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
-    """Build the reward of the section at `path`; ValueError for any mistake in it."""
+    """Build the reward of the YAML section at `path`; ValueError for a mistake in it."""
     base = _build_function(config.name, config.args, path)
     functions = [_build_function(term.name, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
     labels = labels_of([function.name for function in functions])
@@ -120,8 +118,7 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 
 def address_notes(config: RunConfig) -> list[str]:
-    """Notes on URLs of rewards that are unreachable now. Not problems: a service may start later, or serve only other machines.
-    A name server that does not answer is not waited for."""
+    """List unreachable URLs of rewards. Only notes: a service may start later, or be reachable from other machines only."""
     sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
     addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
     silent: dict[str, str] = {}
@@ -136,7 +133,6 @@ def address_notes(config: RunConfig) -> list[str]:
 
 
 def _look(address: str, silent: dict[str, str]) -> None:
-    """Note in `silent` why no connection to the address could be made; empty if one was."""
     parts = urlsplit(address)
     try:
         with create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S):
@@ -153,7 +149,6 @@ def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
-    """Problems with data columns that the reward reads and the data lacks."""
     if read.needs_answer() and domain.data.answer is None:
         message = f"{part.name} ({place}) reads the reference answer: name its column"
         yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)

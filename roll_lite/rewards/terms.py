@@ -1,4 +1,4 @@
-"""Sum of a base reward and weighted terms, and the reward types `length` and `repetition`."""
+"""Sum of a base reward and weighted terms; rewards `length` and `repetition`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from roll_lite.rewards.base import RewardFailed, RewardFunction, RewardType, che
 @dataclass(frozen=True)
 class Term:
     label: str
-    """Name of the term in a score's details and in causes of failure; unique within the reward."""
     weight: float
     function: RewardFunction
 
 
 class Reward:
-    """Sum of a base reward and weighted terms. Only the base decides whether a sample is correct. If a term fails, the sample fails."""
+    """Sum of a base reward and weighted terms. Only the base decides correctness; any failed term fails the sample."""
 
     def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
         self.name = base.name
@@ -43,8 +42,7 @@ class Reward:
         return self.combined(results)
 
     def combined(self, results: Sequence[Score | RewardFailed | None]) -> Score:
-        """Sum of the functions' scores. Raises the RewardFailed in `results`, if there is one. None in `results`: a function that was not
-        called because an earlier one failed."""
+        """Sum the scores; raise the first RewardFailed in `results`."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
@@ -73,7 +71,7 @@ class Reward:
 
 
 def labels_of(names: Sequence[str]) -> list[str]:
-    """Labels of dotted paths: their last parts, numbered if repeated."""
+    """Shorten dotted paths to their last parts; number duplicates."""
     labels: list[str] = []
     for name in names:
         short = name.rpartition(".")[2]

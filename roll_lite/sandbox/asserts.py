@@ -1,8 +1,7 @@
 """Run assert-style tests of an untrusted program (docs/code_reward.md).
 
-The tests run in their own process (`Tests`), which calls the program's functions over a socket with plain values and judges the results,
-but runs no code of the program. The program's process (`serve`) sees only the arguments of the calls. A test that needs more than calls
-runs in the program's process; see `inside.py`.
+The tests run in their own process (`Tests`), which calls the program's functions over a socket with plain values. The program's process
+(`serve`) sees only the arguments.
 """
 
 from __future__ import annotations
@@ -26,29 +25,23 @@ from roll_lite.sandbox.loaded import LOADED, Loaded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Maximum bytes of one answer from the program's process."""
 CHANGING = (list, dict, set, bytearray)
-"""Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests. If the program raises one, the tests get a plain Exception."""
+"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
-"""Exceptions that may occur when a forged answer is decoded."""
 
 
 class _Aborted(BaseException):
-    """Raised to abandon the running test while it calls the tested program. A BaseException, so `except Exception` in the tests does not
-    catch it."""
+    """Exception that abandons the running test; not caught by `except Exception` in the tests."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy, in the tests' process, for a function, class or object of the program. It can be called and passed back as an argument. It has
-    no operators and equals only itself.
+    """Proxy in the tests' process for the program's functions, classes and objects.
 
-    `at`: what it stands for: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class
-    Solution.
+    `at`: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -58,8 +51,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Method of a Solution object. For a function or class, aborts the test, which then runs again in the program's process.
-        AttributeError for other objects."""
+        """Return a method of a Solution object. For functions and classes, abort the test, which then runs in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -79,12 +71,10 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """Reasons, empty if they do not apply: why the program's process is unusable; why the test must run inside it; which limit was
-        exceeded."""
+        """Reasons, empty if none: why the program's process is unusable; why the test must run inside it; which limit was exceeded."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
-        """Yield each test's verdict, until the program's process ends or, with `fail_fast`, a test fails."""
         for test in tests:
             self._deadline = time.monotonic() + self._wall_s
             try:
@@ -196,7 +186,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Recreate an exception of the tested program in this process, as the first class in its MRO that exists here."""
+    """Recreate the program's exception, as the first class of its MRO that exists here."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -216,8 +206,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a fresh `__main__` module. Returns what failed, or "". `names`: the program's names that the test uses. `inside`:
-    True in the program's process, where the test needs guards."""
+    """Run one test; return the failure, or "". `inside`: run with guards, in the program's process."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__
@@ -229,7 +218,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
         if "unittest" in test["source"]:
             unittest = importlib.import_module("unittest")
             unittest.__dict__["main"] = lambda *args, **kwargs: run_test_classes(known)
-            unittest.case.__dict__["_ShouldStop"] = ()  # unittest would catch it if the program raises it, and count a pass
+            unittest.case.__dict__["_ShouldStop"] = ()  # otherwise the program could raise it, which unittest would count as a pass
         if inside:
             loaded, operators = Loaded().add(LOADED.modules), Operators(known, failed, test["source"])
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), known)
@@ -246,13 +235,12 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
-    """True if code of the tests called `sys.exit()`, rather than the program, which must not pass that way."""
     *_, (frame, _) = traceback.walk_tb(end.__traceback__)
     return frame.f_globals is tests
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run unittest's test cases and pytest-style `Test...` classes. AssertionError unless tests were found and all passed."""
+    """Run unittest's and pytest-style test classes; AssertionError unless all pass."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -283,7 +271,6 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def find(names: dict[str, Any], function: str) -> Any:
-    """Function or `Class.method` of the program by name; `Solution.` may be omitted."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function

@@ -1,4 +1,4 @@
-"""Control group (cgroup v2) of a sandbox, if one can be created. The kernel then counts and limits what all processes of a program use."""
+"""Control group (cgroup v2) of a sandbox: the kernel counts and limits the resources of all processes of a program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from roll_lite.sandbox.filesystem import claim, claimed_by_none
 PREFIX = "roll-lite-"
 WANTED = "+memory +pids"
 SLACK_BYTES = 32 << 20
-"""Allowance for kernel memory used by a program, such as page tables."""
 REMOVAL_S = 2.0
 
 
@@ -47,7 +46,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU seconds used by the group since `begin`, without this process, which is a member too."""
+        """CPU seconds since `begin`, without this process, which is in the group too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -67,14 +66,13 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process, which runs a program, the first that the kernel kills if memory runs out: before its parent, the preloaded
-    interpreter."""
+    """Make this process the first that the kernel kills if memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a control group beside this process's group or, for root or where that is not permitted, below it. None if neither is."""
+    """Create a control group beside this process's group, or below it; None if forbidden."""
     for parent in _parents():
         with contextlib.suppress(OSError):
             for old in claimed_by_none(parent, PREFIX):
@@ -92,7 +90,6 @@ def make_group() -> Group | None:
 
 
 def remove_group(folder: str) -> None:
-    """Remove the group. Retries until killed processes have left it."""
     deadline = time.monotonic() + REMOVAL_S
     while os.path.exists(folder) and time.monotonic() < deadline:  # noqa: PTH110
         try:
@@ -102,7 +99,6 @@ def remove_group(folder: str) -> None:
 
 
 def _parents() -> list[str]:
-    """Groups in which to create one, best first."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as stream:  # noqa: PTH123
             own = next(line.rstrip("\n")[3:] for line in stream if line.startswith("0::"))

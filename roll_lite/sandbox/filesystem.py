@@ -1,4 +1,4 @@
-"""File system of a sandboxed program: the interpreter and system libraries, read-only, and an empty folder to write to.
+"""File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to.
 
 Without a mount namespace, the folder's size is measured from outside, and the folder is removed afterwards.
 """
@@ -38,27 +38,23 @@ SYSTEM = (
     *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo", "perl", "perl5", "nodejs", "node_modules")),
     "/usr/share/rubygems-integration",
 )
-"""Folders that programs can read: executables, libraries and the files that these load; no data and no sources."""
 PACKAGES = ("site-packages", "dist-packages")
-"""Folders of installed packages. They are hidden from programs, since a package may contain a data set with answers."""
+"""Package folders, hidden from programs because a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. /dev/zero is missing: shared memory mapped from it is charged to no process."""
+"""Devices that programs may use. Not /dev/zero: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
 DEEPEST = 256
 DEEPEST_OPEN = 100
-"""Maximum nested folders open at once while a tree is removed."""
 BLOCK = 512
-"""Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
 WORK = "/sandbox"
-"""Path of a program's own folder in the sandbox. /tmp links to it, unless programs may read a path below the machine's /tmp."""
+"""A program's own folder in the sandbox."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """Paths that a program may read besides SYSTEM: paths of the interpreter, and `more`. A path below another is left out, unless a hidden
-    folder lies between the two."""
+    """List readable paths besides SYSTEM: the interpreter's and `more`."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -67,7 +63,6 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Package folders to hide from programs, except those in `more`."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -84,7 +79,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a folder that contains hidden ones. Returns the paths that may be read, and the folders of which only names may be listed."""
+    """Split a folder that contains hidden ones into readable paths, and folders of which only names may be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -97,7 +92,6 @@ def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[st
 
 
 def build_root(more: Iterable[str]) -> None:
-    """Build a root of read-only mounts in a new mount namespace and switch to it."""
     shown, hidden = readable_paths(more), hidden_paths(more)
     scratch = _covered(shown)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -134,7 +128,6 @@ def build_root(more: Iterable[str]) -> None:
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """Find a folder on which the new root can be mounted: one that hides no path that programs may read."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -156,8 +149,7 @@ def _make_target(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """True if the folder is within the limits. The program may still be running: files that vanish meanwhile are not counted. A tree nested
-    too deeply, or with too long paths, exceeds the limits."""
+    """True if the folder is within the limits. The program may still run: vanished files are skipped."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
@@ -184,7 +176,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. The folder is held open, so no symlink can replace it, and made readable."""
+    """List a folder while the program may still run. The folder is held open, so that no symlink can replace it."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -205,7 +197,6 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove an ended program's folder, even if deeply nested or unreadable. Errors are ignored."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -218,8 +209,8 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty a folder and remove it; the top folder (empty `name`) is only emptied. Folders nested too deeply are moved to the top folder
-    instead, with names numbered by `moved`; returns these names."""
+    """Empty and remove a folder; the top folder (`name` is empty) is only emptied. Folders nested too deeply are moved to the top folder;
+    returns their new names."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -255,15 +246,14 @@ def _free_name(folder: int, numbers: Iterator[int]) -> str:
 
 
 def claim(folder: str) -> int:
-    """Mark a folder as in use, by a lock that lasts while the returned file descriptor is open."""
+    """Mark a folder as in use while the returned file descriptor is open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that no process has claimed (see `claim`). Folders younger than CLAIM_S are left out, since their process
-    may still be about to claim them."""
+    """Yield this user's unclaimed folders, except those younger than CLAIM_S, which may be claimed soon."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

@@ -1,7 +1,6 @@
-"""Run a job inside a remote sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
+"""Run a job inside a remote sandbox (`job.json` in, `outcome.json` out).
 
-Uses the standard library only, of Python 3.10 or later; see `rewards/code/backends.py`. The remote sandbox isolates programs from the
-outside world, so sandboxes in it have no walls, only limits.
+Needs only the standard library of Python 3.10 or later.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from roll_lite.sandbox.pool import Limits, Pair, Program, SandboxPool
 
 
 def main() -> None:
-    """Run the job in `job.json` of the current folder and write `outcome.json`."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # contains the tests, which a program must not read
     with contextlib.suppress(OSError):
-        prctl(PR_SET_DUMPABLE, 0)  # nor may it read this process's memory
+        prctl(PR_SET_DUMPABLE, 0)  # and programs must not read this process's memory
     packages = [path for path in sys.path if path.endswith(PACKAGES)]
     pool = SandboxPool(allow_unprotected=True, walls="none", python_path=packages)
     try:

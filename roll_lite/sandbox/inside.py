@@ -1,7 +1,8 @@
-"""Guards for tests that run in the tested program's process, where the program could forge its own verdict (docs/code_reward.md).
+"""Guards for tests that run in the tested program's process, where the program could forge its verdict (docs/code_reward.md).
 
-They stop objects that equal everything (`__eq__`), and operators that see the expected value as their other operand (`Area(3) - 28.274`). A
-program that reads the interpreter's frames or memory can still forge a verdict."""
+They stop objects that equal everything, and operators that see the expected value as operand (`Area(3) - 28.274`), but not programs that
+read the interpreter's frames or memory.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,7 @@ COMPARES: dict[str, Callable[[Any, Any], Any]] = {
 RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 OF_ARRAYS = ("__array_ufunc__", "__array_function__")
-"""Methods by which a class takes over numpy functions: for f(a, b), numpy calls a.__array_ufunc__(f, "__call__", a, b) or
-a.__array_function__(f, types, (a, b), {})."""
+"""Methods by which a class takes over numpy functions."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
@@ -44,15 +44,15 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Names that the tests may replace: attributes that they assign, and all their strings, which may be arguments of `setattr`."""
+    """Return the names that the tests may replace: assigned attributes, and all strings (possible arguments of `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert calls of guard functions, which are added to `names`. Failed asserts are appended to `failed`, so they
-    count even if the program catches them."""
+    """Parse the tests and insert calls of guard functions. Failed asserts are appended to `failed`, so that they count even if the program
+    catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -112,8 +112,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Insert a check that a `with` block ran to its end, since a context manager can suppress a failed assertion. If the last
-        statement is a call or a `raise`, its exception may be suppressed."""
+        """Check that a `with` block ran to its end, since a context manager can suppress a failed assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -145,8 +144,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generator versions of three builtins, which the tests use instead of Python's. In a generator, a StopIteration from the program is an
-error rather than the end of a loop."""
+"""Generator versions of three builtins: in a generator, a StopIteration from the program is an error, not the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -155,8 +153,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing assert methods: failures count even if caught, equal objects of the program must hold the same, and an
-    object is not almost equal to a plain value."""
+    """Guard unittest's comparing methods: failures count even if caught, and equal objects must have equal state."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,19 +181,18 @@ def _guard_unittest(failed: list[str]) -> None:
 
 
 def compare(kinds: list[str], *values: Any) -> Any:
-    """Compare as an expression does, `a < b == c`."""
     if len(kinds) == 1:
         return _compared(kinds[0], *values)
     return all(_compared(kind, one, other) for kind, one, other in zip(kinds, values, values[1:], strict=False))
 
 
 def _compared(kind: str, first: Any, second: Any) -> Any:
-    """Compare two values. Two objects of the program must also hold the same to be equal."""
+    """Compare two values. Two objects of the program must also have equal state to be equal."""
     if kind in ("In", "NotIn"):
         return _holds(second, first) == (kind == "In")
     own = _decides(first), _decides(second)
     result = COMPARES[kind](first, second)
-    if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # numpy's too
+    if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # also numpy's bool
         result = bool(result)
     if not all(own):
         return result
@@ -214,18 +210,17 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods (`__eq__`, `__lt__`, ...) of the tested program's classes, while a test runs. Otherwise an object that
-    equals everything would pass `assert f(x) == 5` or `assert f(x) in [5]`."""
+    """Guards around operator methods of the program's classes, while a test runs. An object that equals everything would otherwise pass
+    `assert f(x) == 5`."""
 
     tests: Any = None
-    """Globals of the running test, or None."""
     failed: ClassVar[list[str]] = []
 
     def __init__(self, tests: dict[str, Any], failed: list[str], source: str) -> None:
         Operators.tests, Operators.failed = tests, failed
         self._known = {name: one for name, one in tests.items() if name.startswith("__")}
         for module in ("__main__", "unittest"):
-            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # NotImplemented would count as True
+            warnings.filterwarnings("error", "NotImplemented", DeprecationWarning, module)  # NotImplemented is truthy
         self._guards: list[tuple[type, str, Any]] = []
         self._silent: list[tuple[type, str, Any]] = []
         for one, kind in every_class().items():
@@ -238,8 +233,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Stop watching the operators. Returns the names of all that the program replaced: operators, or the checking functions in the
-        tests' globals."""
+        """Remove the guards; return the names of operators and checking functions that the program replaced."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -248,7 +242,7 @@ class Operators:
 
 
 def seen(value: Any) -> Any:
-    """Guard the class of a value that the test gets, and its items' classes, since the program may have just created them."""
+    """Guard the classes of a value and its items, which the program may have just created."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -261,14 +255,12 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Like `seen`, for a value of the program that the tests read by name or subscript. Items of plain containers are not checked again at
-    every read; `seen` has checked them."""
+    """Like `seen`, for values read by name or subscript: skip plain containers, which `seen` has already guarded."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values inside abs(), as in `abs(area - 28.27) < 0.01`. If only one is the program's, the plain data of both is
-    subtracted."""
+    """Subtract values inside abs(). If only one is the program's, subtract their plain data."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
@@ -312,7 +304,6 @@ def _guard(name: str, original: Any) -> Any:
 
 
 def _is_as_plain(name: str, one: Any, other: Any, result: Any) -> bool:
-    """False if the program's number class computes another result than plain numbers would."""
     data, number = plain_copy(one), plain_copy(result)
     if data is one or not isinstance(data, NUMBERS) or not isinstance(number, NUMBERS):
         return True
@@ -332,14 +323,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of a class of the program, or a non-empty container of only such objects."""
+    """True for an object of the program's classes, or a nonempty container of only such objects."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the test applies an operator, directly or through Python's modules; False if the program does."""
+    """True if the test applies the operator; False if the program does."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -353,25 +344,23 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program may have created the class: it is new, and has no function of the tests."""
+    """True if the program may have created the class."""
     if id(kind) in LOADED.classes:
         return False
     return not any(type(one) is types.FunctionType and one.__globals__ is Operators.tests for one in HELD_BY(kind).values())
 
 
 def _is_programs(known: dict[str, Any]) -> bool:
-    """True for the globals of the program or of a module loaded after the program started."""
     return id(known) not in LOADED.names and known is not Operators.tests and known is not OURS
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is not a function, or is a different operator of a C class (`__sub__ = float.__mul__`)."""
+    """True if an operator is not a function, or is another operator of a C class (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _decides(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value, or one of its items, would call an operator that the program defined. Guards the classes of all of them,
-    since the program may have just created them."""
+    """True if comparing the value or its items would call an operator of the program. Guards their classes."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_decides(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]
@@ -381,7 +370,6 @@ def _decides(value: Any, depth: int = 0) -> bool:
 
 
 def _state(value: Any) -> Any:
-    """Encode the attributes of the program's objects, for comparison. Objects of Python's classes stay as they are."""
     return _without_order(_held(value, ()))
 
 
@@ -399,7 +387,6 @@ def _held(value: Any, above: tuple[int, ...]) -> Any:
 
 
 def _without_order(code: Any) -> Any:
-    """Sort the encoded items of sets and dicts, whose order does not matter."""
     if type(code) is list:
         return [_without_order(one) for one in code]
     if type(code) is not dict:

@@ -1,7 +1,6 @@
-"""Isolate untrusted programs: by namespaces if the platform allows them, else by landlock and seccomp.
+"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
 
-The isolation is called walls. Outer walls isolate a preloaded interpreter (zygote.py) once. Each program's process, which the interpreter
-forks, gets inner walls too.
+Outer walls (isolation) confine a preloaded interpreter (zygote.py) once; inner walls confine each forked program.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id for sandboxes. Each sandbox has its own, so its processes are counted and signalled separately."""
+"""First user id for sandboxes; each has its own, to count and signal its processes separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
 NEIGHBOURS = 512
-"""Allowance in RLIMIT_NPROC, which also counts processes that the same user starts elsewhere meanwhile."""
+"""Allowance in RLIMIT_NPROC, which also counts the user's processes elsewhere."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
-"""Exit status of a child process that tries out the isolation, if it fails."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
@@ -51,21 +49,18 @@ TRIAL = {
 
 @dataclass
 class Walls:
-    """Description of the outer isolation. `held`: protection -> mechanism that provides it. `why_not`: reasons for missing protections."""
+    """Outer isolation. `held`: protection -> mechanism. `why_not`: reasons for missing protections."""
 
     kind: str
-    """Kind of isolation: "namespaces", "landlock" or "none"."""
     held: dict[str, str]
     why_not: list[str]
     own_users: bool = False
     filter: bytes = b""
     user: int = NOBODY
-    """User id of programs that root starts without a user namespace."""
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """Isolate this process by the strongest kind that works here and is not stronger than `wanted`. A pid namespace takes effect at the
-    next fork."""
+    """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))
@@ -81,11 +76,11 @@ def _try_namespaces(readable: Sequence[str]) -> None:
     if (inner := os.fork()) == 0:
         go_inside(walls, filesystem.WORK, TRIAL, readable)
     elif os.waitpid(inner, 0)[1]:
-        raise OSError("")  # the inner process has said why
+        raise OSError("")  # the inner process has reported the cause
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Why a change to this process cannot be made; empty if it can. A child process tries it, since it cannot be undone."""
+    """Say why a change to this process fails; empty if it works. A child process tries it, since it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -128,14 +123,14 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, to whom RLIMIT_NPROC does not apply. Root in a user namespace may be an ordinary user outside."""
+    """True for the machine's root, to whom RLIMIT_NPROC does not apply, but not for root in a user namespace."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Become an ordinary user in a user namespace. False if the platform refuses; each program then changes its own user id.
-    PermissionError if that is not permitted either."""
+    """Become an ordinary user in a user namespace. False if the platform refuses; programs then change their user id. PermissionError if
+    that is forbidden too."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -204,7 +199,6 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Why programs without a pid namespace could reach other processes or start too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # noqa: PTH110
@@ -217,7 +211,7 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Isolate a program's process and set its limits before its first line runs. OSError if that fails."""
+    """Isolate a program's process and set its limits. OSError if that fails."""
     os.setsid()  # signals to the process's own group would pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
@@ -248,7 +242,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Paths that programs may read, and folders of which they may only list names: landlock cannot hide a path below a readable folder."""
+    """Return readable paths, and folders whose names may only be listed: landlock cannot hide a path below a readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -278,7 +272,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Number of a user's threads on this machine, as RLIMIT_NPROC counts outside a user namespace."""
+    """Count a user's threads, as RLIMIT_NPROC does outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -293,7 +287,6 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """Set this process's resource limits. `others`: threads of other processes that RLIMIT_NPROC also counts."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -325,13 +318,11 @@ def reset_signals() -> None:
 
 
 def landlock_abi() -> int:
-    """Kernel's landlock version; 0 if it has none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths by landlock; no_new_privs must be set. `named`: folders of which only names may
-    be listed."""
+    """Restrict this process and its children to these paths; requires no_new_privs. `named`: folders whose names may only be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

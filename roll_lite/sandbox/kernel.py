@@ -1,4 +1,4 @@
-"""Kernel calls of the sandbox. Uses the standard library only, since it runs inside the sandbox."""
+"""Kernel calls of the sandbox; standard library only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ PR_SET_NO_NEW_PRIVS = 38
 
 CAP_DAC_READ_SEARCH = 1 << 2
 FOR_ANOTHER_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
-"""Capabilities needed to run and kill programs as another user: CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
 MOUNT_ATTR_RDONLY_NOSUID_NODEV = 0x7
@@ -63,9 +62,8 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""Orders about the running program, from the sandbox's owner to the zygote. White space: the JSON reader skips an order that comes late."""
+"""Orders to kill, pause or resume the running program. White space, so that the JSON reader skips a late order."""
 OUT_OF_TIME = int(signal.SIGPROF)
-"""Exit status of a process ended by `limit_cpu`."""
 
 
 def limit_cpu(seconds: float) -> None:
@@ -89,7 +87,6 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_read_only(target: str) -> None:
-    """Make a mount and all below it read-only, and ignore set-user-ID bits and devices there."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, buffer, ctypes.c_size_t(len(attributes)))
@@ -110,7 +107,6 @@ def prctl(option: int, *values: int) -> None:
 
 
 def drop_capabilities(keep: int = 0) -> None:
-    """Drop all capabilities for good, except the mask `keep`."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -130,7 +126,7 @@ def has_capabilities(wanted: int) -> bool:
 
 
 def write_id_maps(uid: int, gid: int) -> None:
-    """Map root in this process's new user namespace to `uid` and `gid` outside of it."""
+    """Map root in this process's new user namespace to `uid` and `gid` outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:

@@ -1,5 +1,4 @@
-"""Snapshot of the modules loaded before a program runs, to undo the program's changes to them, and to tell its classes and functions from
-others."""
+"""Snapshot of the modules loaded before a program runs, to undo the program's changes and recognize its classes."""
 
 from __future__ import annotations
 
@@ -12,9 +11,8 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Function that lists a class's subclasses. A metaclass cannot override this function; the same holds for MRO, HELD_BY and FLAGS."""
+"""Function that lists subclasses. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
-"""Flag of classes created at run time (Py_TPFLAGS_HEAPTYPE)."""
 CONSTANT = (int, float, complex, str, bytes)
 
 
@@ -22,14 +20,11 @@ class Loaded:
     def __init__(self) -> None:
         self.modules: dict[str, types.ModuleType] = {}
         self.names: dict[int, dict[str, Any]] = {}
-        """Globals of each module, by id. Classes, functions and globals that are not in the snapshot count as the program's."""
         self.classes: dict[int, type] = {}
-        """All classes that existed at the snapshot, by id."""
         self._held: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._code: dict[int, tuple[Any, ...]] = {}
 
     def add(self, modules: dict[str, types.ModuleType] = sys.modules) -> Loaded:
-        """Add modules to the snapshot; by default, those loaded since the last call."""
         known = {"__main__", *self.modules}
         new = {name: one for name, one in modules.items() if isinstance(one, types.ModuleType) and name not in known}
         self.modules |= new
@@ -44,8 +39,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Returns the names of functions,
-        classes and modules that the program had replaced."""
+        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Returns the names that the
+        program had replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

@@ -1,4 +1,4 @@
-"""Trusted side of the sandboxes: starts them, sends programs, collects outcomes, and replaces dead sandboxes."""
+"""Trusted side of the sandboxes: start them, send programs, collect outcomes, and replace dead sandboxes."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""A loaded machine may be late, or short of namespaces until the kernel has removed those of ended sandboxes."""
+"""Maximum attempts: a loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """A program could not be run. `suspected`: True if the program may be the cause."""
+    """Failure to run a program. `suspected`: the program may be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -49,7 +49,7 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """A sandbox died or stopped answering while it ran a program. A retry shows whether the program is the cause."""
+    """Death or silence of a sandbox while it ran a program. A retry shows whether the program is the cause."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ class Limits:
     processes: int = 64
     """Maximum processes and threads besides the first."""
     open_files: int = 64
-    """Maximum open files per process. Low, since each may be a socket, whose buffer is charged to no process."""
+    """Maximum open files per process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program to run in a sandbox. `order`: its kind and arguments, see `MODES` in programs.py."""
+    """Program to run. `order`: its kind and arguments, see `MODES` in programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """Result of compiling this program, given to it as file descriptor 4."""
+    """Compiled program, passed as file descriptor 4."""
     address_space: bool = True
-    """False: no limit of the address space, for interpreters that reserve far more than they use."""
+    """False: no address space limit, for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -94,10 +94,9 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status of the program. If a signal ended it: minus the signal's number."""
+    """Exit status; minus the signal's number if a signal ended the program."""
     stopped: str
-    """Limit that ended the program: cpu, wall, memory, processes, output (printed or stored too much), sandbox (it killed its sandbox);
-    empty if none."""
+    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox); empty if none."""
     stdout: bytes
     stderr: bytes
     result: bytes
@@ -150,18 +149,17 @@ class Sandbox:
     """Isolated, preloaded Python interpreter (zygote.py) that runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try (see isolation.py). `readable`: more folders that programs may read. `python_path`: folders
-        that they may read and import from."""
+        """`walls`: strongest isolation to try. `readable`: more folders that programs may read. `python_path`: folders to read and import
+        from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
-        # Without walls, somebody else's sandbox is around: programs find what its image has installed.
+        # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
         self._settings["environment"] = dict(os.environ) if walls == "none" else {"PATH": "/usr/local/bin:/usr/bin:/bin"}
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """Path of the programs' control group, which this process removes, since the isolated sandbox cannot."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -197,7 +195,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable when it has ended. `peer`: socket for the program, as file descriptor 4."""
+        """Start a program; `fileno()` becomes readable at its end. `peer`: socket passed as file descriptor 4."""
         if self._running is not None:  # the wait for an earlier program was interrupted
             self.close()
         self._ensure_started()
@@ -216,8 +214,7 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report how it ended; the
-        next program then gets a new sandbox."""
+        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report the end."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -238,13 +235,12 @@ class Sandbox:
             self._forget()
 
     def order(self, what: bytes) -> None:
-        """Have the running program killed, paused or resumed (KILL, PAUSE, RESUME)."""
         with contextlib.suppress(OSError):  # `finish` notices a dead sandbox
             if self._line is not None:
                 self._line.send(what)
 
     def printed(self) -> bytes:
-        """Output of the running program up to now, at most the last output_kb."""
+        """Output of the running program, at most the last output_kb."""
         assert self._running is not None
         program, (_, _, stdout, *_), _ = self._running
         most = program.limits.output_kb * 1024
@@ -288,7 +284,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if it is not running. SandboxTrouble if that fails, or if it lacks a protection that it had before."""
+        """Start the sandbox if needed. SandboxTrouble if that fails, or if a protection is missing that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -353,7 +349,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes and log their protections. ValueError if required ones are missing and `allow_unprotected` is false."""
+        """Start all sandboxes. ValueError if required protections are missing, unless `allow_unprotected`."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -396,8 +392,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job and return the sandbox to wait for. A pair (program and tests) runs in two sandboxes that share a socket; the one
-        with the tests is returned."""
+        """Start a job and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; the one with the tests is
+        returned."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

@@ -1,5 +1,4 @@
-"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Results are written to file descriptor RESULT and
-judged outside."""
+"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Results are judged outside."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def _end(printed: TextIO, status: int) -> NoReturn:
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    status = _flushed(status, sys.stdout, printed)  # flushed before names are cleared, which a stream of the program may need
+    status = _flushed(status, sys.stdout, printed)  # before names are cleared: a stream of the program may need them
     sys.stdout = printed
     with contextlib.suppress(BaseException):
         for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
@@ -105,7 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement for `resource.setrlimit` that ignores attempts to raise a limit. Contest programs often try that."""
+    """Ignore attempts to raise a limit, which are common in contest programs."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -132,7 +131,6 @@ def _exec(order: dict[str, Any]) -> None:
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run order["prelude"] (code that precedes the program), then the program, as a module of this name. Returns its globals."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -144,15 +142,14 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function of the program several times, each time in a child process, so calls do not affect each other."""
+    """Call one function several times, each time in a child process, so that calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}. If the function returns None, the JSON includes its
-    first argument, which it may have changed."""
+    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -193,12 +190,12 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules that the tests or the program import are loaded first, since the program could
-    replace those loaded later."""
+    """Run the program, then answer the tests' calls. Imported modules are loaded first, since the program could replace those loaded
+    later."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
-        with contextlib.suppress(Exception, SystemExit):  # the program will run into the error itself
+        with contextlib.suppress(Exception, SystemExit):  # the program will raise the error again
             exec(statement, {})
     LOADED.add()
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"])
@@ -218,11 +215,11 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. After each piece, standard output holds only
-    what it printed, then the value of its last expression or a traceback; one byte is written to PEER: 1 if the piece failed, else 0."""
+    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. Standard output then holds the piece's
+    output. One byte is written to PEER: 1 if the piece failed, else 0."""
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
-    show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # without the frame of this function
+    show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # omits the frame of this function
     os.dup2(1, 2)
     sys.stderr = sys.stdout
     own = os.getpid()

@@ -1,4 +1,4 @@
-"""Build the seccomp filter, which denies sandboxed programs some system calls."""
+"""Seccomp filter, which denies sandboxed programs some system calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 
 def _calls(table: str) -> list[tuple[int, int]]:
-    """Read a table of system calls. Returns each call's numbers on x86_64 and aarch64; -1 where an architecture lacks it."""
     rows = [line.partition("#")[0].split() for line in table.splitlines()]
     return [(int(one), int(other)) for _, one, other in filter(None, rows)]
 
@@ -168,10 +167,8 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed ioctl requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others could change flags of files that programs may
-only read."""
+"""Allowed ioctl requests. Others could change flags of read-only files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
-"""Denied fcntl commands: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
@@ -181,15 +178,12 @@ X32 = 0x40000000
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
-"""Offset of the call's arguments in `struct seccomp_data`."""
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-"""Verdicts of the filter; REFUSE takes an error number."""
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter. OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program that runs without namespaces; it is
-    also forbidden to change attributes of files and processes, and to signal other processes. `signals_stay`: True if other means already
-    confine its signals."""
+    """Build the filter; OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which needs
+    stricter rules. `signals_stay`: its signals are already confined."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -222,19 +216,18 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Instructions that allow these calls only if the first argument, a process id, is 0 (the caller or its group) or `own_pid`."""
+    """Build instructions that allow these calls only if the first argument, a process id, is 0 or `own_pid`."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Instructions that refuse a system call unless a test of its argument succeeds. A test succeeds by jumping past the refusal."""
+    """Build instructions that refuse a system call unless a test of its argument jumps past the refusal."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, REFUSE | errno.EPERM), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 
 def install_filter(code: bytes) -> None:
-    """Install the filter for this process and its children; no_new_privs must be set."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions)))
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))

@@ -1,4 +1,4 @@
-"""Measure the resources that a program uses with all its processes, by sampling from outside or reading a control group."""
+"""Measure the resources of all processes of a program, by sampling from outside or reading a control group."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
-"""Index of the stack's start address in /proc/PID/stat, among the fields after the name."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Approximate bytes of kernel memory per memory mapping."""
 MOST_MAPPINGS = 65530
 LONGEST_MAPS = 1 << 20
-"""Maximum bytes read of a process's table of mappings; a longer table counts as the maximum number of mappings."""
 
 
 class Usage:
@@ -32,16 +29,15 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds of each process at its last sample. For a child whose parent never waits for it, this is the only record."""
+        """CPU seconds of each process at its last sample: the only record of a child that its parent never waits for."""
         self._unseen_s = 0.0
-        """Estimated CPU seconds of processes that lived only between two samples."""
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Resident pages of this interpreter. Forked programs share them, so they are subtracted until the program calls exec."""
+            """Resident pages of this interpreter, subtracted from forked programs, which share them."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings of each process. Each sample counts those of one random process."""
+        """Memory mappings of each process. Each sample counts one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -55,12 +51,10 @@ class Usage:
             self._group.begin(limits)
 
     def resume(self) -> None:
-        """Begin a new interval after a pause, in which nothing ran."""
         self._looked = time.monotonic()
 
     def passed(self, first: int, members: Sequence[int]) -> str:
-        """Take a sample. Returns the name of an exceeded limit, or "". `first`: pid of the program's first process. `members`: pids of its
-        processes."""
+        """Take a sample; return the name of an exceeded limit, or "". `first`: pid of the program's first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -102,8 +96,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit. The folder is measured only if free disk space has fallen or risen by more than a
-        quarter of the limit: deletions by other programs can hide what the program writes."""
+        """True if the program's folder exceeds a limit. It is measured only if free disk space has changed by more than a quarter of the
+        limit; a rise counts, because other programs' deletions can hide writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -113,7 +107,7 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Bytes of deleted files that still take disk space because they are open or mapped, and the number of sockets."""
+        """Return (bytes of deleted files still open or mapped, number of sockets)."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
@@ -149,13 +143,13 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True if a process is a fork that has not executed another program: its stack has the address of this interpreter's stack or, if
-        the kernel hides that, the flag "forked, no exec" is set."""
+        """True for a fork without exec: its stack has this interpreter's address or, if the kernel hides addresses, the flag "forked, no
+        exec" is set."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in socket buffers, which are charged to no process. 0 without namespaces, where the bound would include
-        other programs' sockets."""
+        """Upper bound of the bytes in socket buffers, charged to no process. 0 without namespaces, where it would include other programs'
+        sockets."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -173,7 +167,6 @@ def _content(process: int, name: str, most: int = -1) -> bytes:
 
 
 def _fields(process: int, thread: str = "") -> list[bytes]:
-    """Read the fields of /proc/PID/stat after the name, which may contain spaces and brackets."""
     return _content(process, f"{thread}stat").rpartition(b")")[2].split()
 
 
@@ -182,7 +175,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path below /proc/PID of a living thread if the main thread has ended, since /proc/PID then shows no memory; else empty."""
+    """Path of a living thread if the main thread has ended, since /proc/PID then shows no memory; else empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -193,7 +186,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _status(process: int, thread: str = "") -> dict[bytes, int]:
-    """Numbers of /proc/PID/status by name; memory in kB. Split only at line feeds: a process name may contain other line ends."""
+    """Numbers of /proc/PID/status, split only at line feeds: process names may contain other line ends."""
     lines = [line.split() for line in _content(process, f"{thread}status").split(b"\n")]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Encode plain Python data as JSON. Nothing else is exchanged between a program and the processes that judge it."""
+"""Encode plain Python data as JSON, the only data exchanged between a program and the processes that judge it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard library types that count as plain data -> function that returns arguments to rebuild an equal value."""
+"""Standard types that count as plain data -> function that returns arguments to rebuild a value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Type name -> required type of the first argument; decoding a number or range there could make a huge object."""
+"""Type name -> required type of the first argument; decoding a number there could make a huge object."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments. For example, decoding would compute Fraction("1e99999999")."""
+"""Type name -> required type of all arguments. Decoding would otherwise compute, for example, Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
-"""Maximum digits of a number in a Fraction or another type of MADE_OF_PARTS: large Fractions are slow to reduce."""
 SAME_HASH = 100
-"""Maximum items with the same hash in a decoded set or dict. Stops hash flooding: each lookup compares with all of them."""
+"""Maximum items with the same hash in a decoded set or dict; stops hash flooding."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -51,9 +50,8 @@ HELD: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Type -> function that reads plain data by that type's own methods, whatever a subclass overrides."""
+"""Type -> reader of plain data by the type's own methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
-"""Maximum items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
     "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),
@@ -64,7 +62,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Convert plain data to a form that JSON can hold. Other values are encoded by `refer`; without it, TypeError."""
+    """Convert plain data to a JSON-compatible form. `refer` encodes other values; without it, TypeError."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -94,7 +92,6 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """Convert a list, tuple, set, dict, text or number of a subclass to the plain type; return other values unchanged."""
     for base, read in HELD.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)
@@ -113,8 +110,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode what `encode` returned. ValueError for data that `encode` cannot have made. `find` resolves references made by `refer`;
-    without it, iterators, dict views and numpy arrays become lists."""
+    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict
+    views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):
@@ -166,7 +163,6 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Return `items` (a set's items or a dict's keys) unchanged; ValueError if more than SAME_HASH of them have the same hash."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

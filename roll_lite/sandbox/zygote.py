@@ -1,8 +1,7 @@
 """Isolated, preloaded Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
 
-Programs run one at a time, in the zygote's namespaces. A request contains the limits as JSON and open files: a description of what to run
-(the order, see programs.py) and the program's file descriptors 0 to 4. Only the forked process reads them, since later programs could read
-the zygote's memory.
+A request contains the limits as JSON and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the forked
+process reads the files, since later programs could read the zygote's memory.
 """
 
 from __future__ import annotations
@@ -39,16 +38,13 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and on average between later ones, which come at random times so that a program cannot hide between
-them."""
+"""Seconds until the first usage sample, and on average between later ones. Random intervals keep programs from hiding between samples."""
 DISK_LOOK_S = 0.002
-"""Seconds between checks of free disk space, while waiting for the next usage sample."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
 LEFT, MOST_LEFT = "left-", 4
-"""Prefix of ended programs' folders, and maximum number of them that await removal."""
 M_ARENA_MAX = -8
 PIDFD_OPEN = 434
 
@@ -79,7 +75,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         os.chmod(folder, 0o711)  # noqa: PTH101
     if group is not None:
-        group.enter()  # the zygote itself enters: moving each program into a group would take about 10 ms
+        group.enter()  # the zygote enters once, since moving each program into a group would take about 10 ms
     os.environ.clear()
     os.environ.update(settings["environment"] | {"HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = sys.path[1:] + settings["python_path"]
@@ -100,8 +96,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove folders of ended programs whenever the pipe `left` signals one, in this parent process because it may take long. Once the
-    zygote has ended, even if killed, kill its remaining processes and remove `folder`."""
+    """Remove folders of ended programs when the pipe `left` signals one. Once the zygote has ended, kill its remaining processes."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     while os.read(left, 1):
         for old in _left_folders(folder):
@@ -119,8 +114,8 @@ def _left_folders(folder: str) -> list[str]:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: descriptor of a pipe that tells the parent which
-        programs have left folders to remove."""
+        """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: pipe to tell the parent process of folders to
+        remove."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -136,7 +131,7 @@ class Zygote:
             limits, files = request
             try:
                 report = self._run(limits, files)
-            except OSError as error:  # a failure of this machine, reported to the caller
+            except OSError as error:  # failure of the machine, reported to the caller
                 report = {"trouble": f"{type(error).__name__}: {error}"}
             finally:
                 for file in files:
@@ -144,8 +139,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Limits and open files of the next request; None when the connection is closed. Skips orders (KILL, PAUSE, RESUME: single
-        white-space characters) that come after their program has ended."""
+        """Return limits and open files of the next request, or None when the connection is closed. Skips orders for programs that have
+        ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -223,7 +218,7 @@ class Zygote:
             os._exit(1)
 
     def _watch(self, pid: int, limits: dict[str, Any], started: float) -> dict[str, Any]:
-        # Python lacks the function where it was built with old headers.
+        # Python builds with old kernel headers lack os.pidfd_open.
         handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else kernel.libc.syscall(PIDFD_OPEN, pid, 0)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
@@ -235,7 +230,7 @@ class Zygote:
                     order = self._line.recv(1)
                     if order == PAUSE:  # a paused program needs no sampling
                         stopped_now: list[int] = []
-                        while (members := self._members(pid)) != stopped_now:  # one may have forked meanwhile
+                        while (members := self._members(pid)) != stopped_now:  # a process may have forked meanwhile
                             _kill(stopped_now := members, signal.SIGSTOP)
                         order = self._line.recv(1)
                         _kill(members, signal.SIGCONT)
@@ -250,7 +245,7 @@ class Zygote:
                 late = time.monotonic() - started > limits["wall_s"]
                 stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
                 if stopped:
-                    _kill(self._members(pid))  # kill all before waiting for one: the others would go on writing
+                    _kill(self._members(pid))  # kill all before waiting for the first: others could still write
                     break
         finally:
             os.close(handle)
@@ -277,7 +272,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """All descendants of this process, including orphans, which it inherits as a subreaper."""
+    """Descendants of this process, including orphans, which it inherits as a subreaper."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -285,7 +280,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of a process: those of all its threads, since a child belongs to the thread that forked it."""
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
@@ -304,7 +299,6 @@ def _kill(processes: Iterable[int], how: int = signal.SIGKILL) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants. TimeoutError if some are alive after PATIENCE_S."""
     deadline = time.monotonic() + PATIENCE_S
     while rest := descendants():
         _kill(rest)

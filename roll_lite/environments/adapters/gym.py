@@ -19,7 +19,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> Play:
-    """Build the Play of a Gymnasium environment. ValueError if it cannot be made, or its actions cannot be read from texts."""
+    """Build the function that plays an episode; ValueError if the environment cannot be made or its actions cannot be read from text."""
     if settings.function is not None:
         make = partial(load_function(settings.function, f"{path}.function", "arguments -> environment", or_class=True), **settings.args)
         place = f"{path}.function: {settings.function!r}"
@@ -55,7 +55,7 @@ class GymEpisode:
         return opening(task, self._shown(observation))
 
     def step(self, message: Message) -> Step:
-        """Take the response's action. If the response has no valid action, tell the policy why; it then responds again."""
+        """Take the response's action. An invalid action is reported to the policy, which responds again."""
         try:
             action = self._read(without_thinking(message["content"]).strip())
         except ValueError as error:
@@ -67,7 +67,6 @@ class GymEpisode:
         return Step((), float(reward), True, None if solved is None else bool(solved), numbers_of(info))
 
     def _shown(self, observation: Any) -> str:
-        """Text of an observation: what the environment renders, if that is text."""
         return str(self._environment.render() if getattr(self._environment, "render_mode", None) == "ansi" else observation)
 
     def close(self) -> None:
@@ -82,5 +81,4 @@ def _number(least: int, most: int, text: str) -> int:
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """Finite numbers of an environment's info, as metrics."""
     return {name: float(value) for name, value in info.items() if isinstance(value, Real) and math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Environments that OpenEnv servers run."""
+"""Environments on OpenEnv servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) -> Play:
-    """Build the Play of an OpenEnv environment. ValueError if a function in its settings cannot be loaded."""
+    """Build the function that plays an episode; ValueError if a function in the settings cannot be loaded."""
     action, shown = settings.action, settings.observation
     write: Callable[[str], Any] = lambda text: {action: text}  # noqa: E731
     show: Callable[[Any], str] = partial(_field, shown)
@@ -30,8 +30,6 @@ def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) ->
 
 
 class OpenEnvEpisode:
-    """Session with the server. Each episode has its own connection."""
-
     def __init__(self, settings: OpenEnvEnvironmentConfig, write: Callable[[str], Any], show: Callable[[Any], str]) -> None:
         # turn_timeout_s ends a turn before the client's own limit can.
         self._client = GenericEnvClient(settings.url, message_timeout_s=2 * settings.turn_timeout_s, mode="simulation")
@@ -44,7 +42,7 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Send the response's action to the server. If the response has no valid action, tell the policy why; it then responds again."""
+        """Send the response's action. An invalid action is reported to the policy, which responds again."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""Games of TextArena for one player."""
+"""Single-player games of TextArena."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> Play:
-    """Build the function that plays an episode of a TextArena game. ValueError if there is no such game for one player."""
+    """Build the function that plays an episode; ValueError if there is no such single-player game."""
     try:
         game = textarena.make(settings.id, **settings.args)
         game.reset(num_players=1)
@@ -28,8 +28,8 @@ def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls
 
 
 class TextArenaEpisode:
-    """Episode of a game. TextArena draws from Python's global random generator, so each episode swaps in its own state: concurrent episodes
-    do not affect it. All methods are async, to run in one thread."""
+    """Episode of a game. TextArena uses Python's global random generator, so each call swaps in the episode's own state. All methods are
+    async, so that they run in one thread."""
 
     def __init__(self, game: Any) -> None:
         self._template = game
@@ -50,7 +50,7 @@ class TextArenaEpisode:
         return Step((), float(rewards[0]), True, metrics=numbers_of(info[0]))
 
     def _news(self) -> str:
-        """Text that the game has added since the last response. Its wrappers would repeat the whole conversation each time."""
+        """Text added by the game since the last response; its wrappers would repeat the whole conversation."""
         said = self._game.state.get_current_player_observation()
         return "\n".join(text for _, text, kind in said if kind is not textarena.ObservationType.PLAYER_ACTION).strip()
 

@@ -20,7 +20,7 @@ except ImportError as error:
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Play, list[dict[str, Any]]]:
-    """Build the Play of a verifiers environment, and the schemas of its tools. ValueError if it cannot be loaded."""
+    """Build the function that plays an episode, and its tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place = f"{path}.id: {settings.id!r}"
     try:
@@ -46,8 +46,7 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Pla
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
-    """Model client that verifiers uses in one episode. Each of its requests is the whole conversation; the policy gets only the new
-    messages."""
+    """Model client for verifiers. Its requests contain the whole conversation; the policy gets only the new messages."""
 
     def __init__(self, policy: Policy, tools: Sequence[str]) -> None:
         super().__init__(policy)
@@ -89,6 +88,5 @@ def _message(native: Message) -> Message:
 
 
 def _call(ours: dict[str, Any]) -> dict[str, str]:
-    """Convert a call. A malformed one keeps its text, which is no JSON, as its arguments."""
     arguments = ours["text"] if "problem" in ours else json.dumps(ours["function"]["arguments"], ensure_ascii=False)
     return {"id": ours["id"], "name": ours["function"]["name"], "arguments": arguments}

@@ -1,4 +1,4 @@
-"""Anthropic's API: messages."""
+"""Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key under which the text of a malformed call is sent, since `input` must be an object; Anthropic's documentation recommends it."""
+"""Key for a malformed call's text, since `input` must be an object; recommended by Anthropic's documentation."""
 
 
 class _ThreadError(ValueError):
     code = "thread_unsupported_request"
-    """Makes Anthropic's client send the whole conversation."""
+    """Error code that makes Anthropic's client send the whole conversation."""
 
 
 class _Block(BaseModel):

@@ -1,4 +1,4 @@
-"""Requests to the endpoint in a form common to its APIs, and rules about what they may ask for."""
+"""Common form of requests to the endpoint's APIs, and rules for their parameters."""
 
 from __future__ import annotations
 
@@ -33,44 +33,37 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""(parameter names, a value allowed besides null, 0 and other empty ones, remedy for the rest)."""
+"""(parameter names, value allowed besides null, 0 and other empty values, remedy for other values)."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request in the form common to all APIs."""
-
     messages: list[Message]
-    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts; a text that is no JSON is kept."""
+    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts; invalid JSON stays text."""
     tools: list[Json]
-    """OpenAI schemas of the functions that may be called."""
     max_tokens: int | None
     stop: tuple[str, ...]
     text: str | None = None
     """Prompt of the completions API, which has no messages."""
     overridden: tuple[str, ...] = ()
-    """Names of given parameters that the run's own settings override."""
 
 
 class ChatReply(NamedTuple):
     message: Message
-    """Message of the assistant, as `Renderer.message` returns it; may have reasoning_content."""
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
 
 
 class Session(Protocol):
-    """An episode, as the endpoint sees it."""
-
     async def respond(self, request: ChatRequest) -> ChatReply:
         """Sample a response. EpisodeOver if no further one is possible, ValueError for a bad request."""
         ...
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Convert a reply's message to the form in which later requests repeat it: a malformed call has its text as arguments or, if it has no
-    name, becomes content."""
+    """Convert a reply to the form in which later requests repeat it: a malformed call keeps its text as arguments or, without a name, as
+    content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
@@ -119,7 +112,6 @@ def _flat(tool: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_joined)]
-"""Content as one text; it may be given in parts."""
 
 
 class _Function(BaseModel):
@@ -163,7 +155,7 @@ class ApiRequest(BaseModel, ABC):
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
     tool_choice: Annotated[str, BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")] = "auto"
-    """`none` leaves out the tools. The model cannot be made to call one."""
+    """`none` leaves out the tools. A call cannot be forced."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,7 +170,7 @@ class ApiRequest(BaseModel, ABC):
         return body
 
     def request(self) -> ChatRequest:
-        """Convert to the common form; ValueError for a mistake in the messages."""
+        """Convert to the common form; ValueError for invalid messages."""
         messages = [_slim(one.model_dump()) for one in _Conversation.model_validate({"messages": self.conversation()}).messages]
         names: dict[str, str] = {}
         for message in messages:
@@ -205,8 +197,8 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def response(self, reply: ChatReply) -> Json:
-        """Body of the response; `as_sent` has converted the reply."""
+        """Build the response's body from a reply converted by `as_sent`."""
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:
-        """Data of a response's server-sent events; a field `type` is also the event's name."""
+        """Yield data of server-sent events; a field `type` is also the event's name."""

@@ -47,7 +47,6 @@ class ChatCompletions(ApiRequest):
         yield "[DONE]"
 
     def _pieces(self, choice: Json) -> Iterator[Json]:
-        """Split the response's choice into those of the stream's chunks."""
         message = choice["message"]
         yield {"delta": {"role": "assistant", "content": ""}}
         yield from ({"delta": {key: message[key]}} for key in ("reasoning_content", "content") if message.get(key))
@@ -91,7 +90,7 @@ class Responses(ApiRequest):
     _conversation: list[Message] = PrivateAttr()
 
     def model_post_init(self, kept: dict[str, list[Message]]) -> None:
-        """Keep the conversations of the episode's earlier responses, which the server passes as validation context."""
+        """Keep the episode's earlier conversations, which the server passes as validation context."""
         self._kept = kept
 
     def conversation(self) -> list[Message]:

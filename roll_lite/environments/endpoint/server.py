@@ -29,9 +29,8 @@ APIS: dict[str, type[ApiRequest]] = {
 }
 MAX_BODY_BYTES = 16 * 2**20
 MAX_AT_ONCE = 64
-"""Requests of one episode at a time."""
 PING_SECONDS = 15.0
-"""Time without a response after which a stream is opened with a comment. Until then, failures still set the HTTP status."""
+"""Seconds without a response after which a stream is opened with a comment. Until then, failures still set the HTTP status."""
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"}
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "roll_lite"}]}
 
@@ -40,13 +39,10 @@ MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "create
 class _Episode:
     session: Session
     kept: dict[str, list[Message]] = field(default_factory=dict)
-    """Conversations of the responses API by response id."""
     running: set[asyncio.Future[ChatReply]] = field(default_factory=set)
 
 
 class EndpointServer:
-    """HTTP server in the process's event loop. An episode's secret key identifies its requests."""
-
     url: str
 
     def __init__(self) -> None:
@@ -57,7 +53,6 @@ class EndpointServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
 
     async def start(self, host: str) -> None:
-        """Listen on a free port of one address, unless it does so already."""
         async with self._starts:
             if not self._runner.addresses:
                 await self._runner.setup()
@@ -65,18 +60,15 @@ class EndpointServer:
                 self.url = str(URL.build(scheme="http", host=host, port=self._runner.addresses[0][1]))
 
     def open(self, session: Session) -> str:
-        """Accept requests for an episode; returns its secret key."""
         key = secrets.token_urlsafe(32)
         self._episodes[_hashed(key)] = _Episode(session)
         return key
 
     async def settled(self, key: str) -> None:
-        """Wait until no request with this key is running."""
         while running := self._episodes[_hashed(key)].running:
             await asyncio.wait(running)
 
     def close(self, key: str) -> None:
-        """Refuse later requests with this key, and cancel running ones."""
         for running in self._episodes.pop(_hashed(key)).running:
             running.cancel()
 
@@ -105,7 +97,7 @@ class EndpointServer:
             running = asyncio.ensure_future(episode.session.respond(asked.request()))
             episode.running.add(running)
             running.add_done_callback(episode.running.discard)
-            # Sampled to its end even if the client goes away, which does not cancel this method: the tokens may be trained on.
+            # Sample to the end even if the client disconnects (which does not cancel this method): the tokens may be trained on.
             while not (await asyncio.wait({running}, timeout=PING_SECONDS))[0]:
                 if asked.stream:
                     stream = await _send(http, stream, b": waiting\n\n")
@@ -113,7 +105,7 @@ class EndpointServer:
             if not asked.stream:
                 return web.json_response(response)
             stream = await _send(http, stream, *map(_encoded, asked.events(response)))
-        except Exception as error:  # whatever an episode raises becomes its client's answer
+        except Exception as error:  # any exception of an episode becomes the client's answer
             status, body = _failure(error)
             if stream is None:
                 return web.json_response(body, status=status, headers={"x-should-retry": "false"} if status == 500 else None)
@@ -122,12 +114,11 @@ class EndpointServer:
 
 
 def _hashed(key: str) -> bytes:
-    """Hash a key: look-ups by it do not leak the key by their timing."""
+    """Hash a key, so that look-up times do not leak it."""
     return sha256(key.encode(errors="surrogateescape")).digest()
 
 
 async def _send(http: web.Request, stream: web.StreamResponse | None, *events: bytes) -> web.StreamResponse:
-    """Write events to a stream; begin it if it is None. A client that went away is no error."""
     begun = stream or web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     with suppress(ConnectionError):
         if stream is None:
@@ -137,7 +128,6 @@ async def _send(http: web.Request, stream: web.StreamResponse | None, *events: b
 
 
 def _encoded(event: Json | str) -> bytes:
-    """Encode a server-sent event."""
     if isinstance(event, str):
         return f"data: {event}\n\n".encode()
     name = f"event: {event['type']}\n" if "type" in event else ""
@@ -145,7 +135,7 @@ def _encoded(event: Json | str) -> bytes:
 
 
 def _failure(error: Exception) -> tuple[int, Json]:
-    """Status and body of an error, in a form that OpenAI's and Anthropic's clients both read."""
+    """Return (HTTP status, body) of an error, readable by OpenAI's and Anthropic's clients."""
     message, status, code = str(error), 400, getattr(error, "code", None) if isinstance(error, ValueError) else None
     if isinstance(error, ValidationError):
         [first, *_] = error.errors(include_url=False)

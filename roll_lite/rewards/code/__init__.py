@@ -1,1 +1,0 @@
-"""Reward `code`: tests a response's program in a sandbox."""

@@ -1,7 +1,6 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-Each request to SandboxFusion (`POST .../run_code`) carries a zip file with our `sandbox/guest.py`, which runs the job there and writes the
-outcome to a file.
+A request to SandboxFusion carries a zip file with our `sandbox/guest.py`, which runs the job there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Seconds added to the programs' time limit for SandboxFusion to start Python."""
+"""Extra seconds for SandboxFusion to start Python."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
@@ -127,7 +126,7 @@ def _harness() -> bytes:
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: tuple[str, ...], python_path: tuple[str, ...]
 ) -> Backend:
-    """This process's backend for these settings, started at first use. RewardFailed if programs cannot be isolated."""
+    """Return this process's backend for these settings. RewardFailed if programs cannot be isolated."""
     if remote is not None:
         return RemoteSandbox(remote)
     pool = SandboxPool(parallel, allow_unprotected, readable=readable, python_path=python_path)

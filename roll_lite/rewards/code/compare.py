@@ -1,4 +1,4 @@
-"""Compares outputs and values with the expected ones, outside the sandbox, on plain data."""
+"""Compare outputs and values with the expected ones, outside the sandbox, on plain data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ LISTS = (list, tuple, range, collections.deque)
 NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
 A_HUNDREDTH = 0.01
 LEAST = 1e-12
-"""Maximum difference that counts as rounding noise, such as math.sin(math.pi)."""
+"""Maximum difference that counts as rounding noise, as in math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    exact: by character. lines: without white space at line ends and empty lines at the end. numeric: by word, numbers with a relative or
-    absolute error of at most `tolerance`. auto: as lines, but lines with decimals as numeric. There the absolute error is also at most a
-    hundredth of the number; otherwise 0.000000002 would pass for 0.000000001.
+    lines: ignore white space at line ends and empty lines at the end. numeric: by word, with a relative or absolute error of at most
+    `tolerance`. auto: as lines, but lines with decimals as numeric; absolute errors are then also at most a hundredth of the number.
     """
     if compare == "exact":
         return expected == printed
@@ -38,7 +37,6 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
 
 
 def _same_words(expected: str, printed: str, tolerance: float, share: float) -> bool:
-    """Compare word by word. `share`: maximum absolute error as a share of a nonzero number."""
     wanted, found = expected.split(), printed.split()
     return len(wanted) == len(found) and all(_same_word(one, other, tolerance, share) for one, other in zip(wanted, found, strict=True))
 
@@ -65,10 +63,7 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """True if the values are equal as JSON: all sequences are lists, keys are strings.
-
-    A float may differ from an expected integer by rounding noise only, from an expected float by a relative error of `tolerance`.
-    """
+    """Compare as JSON: all sequences are lists, keys are strings. Expected floats allow a relative error of `tolerance`."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

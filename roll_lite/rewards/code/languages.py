@@ -33,18 +33,16 @@ LANGUAGES: dict[str, Language] = {
     "c++": Language(file="main.cpp", run=["./main"], compile=["sh", "-c", "g++ -O1 -std=c++17 -o main main.cpp && cat main >&3"]),
 }
 NEEDS = {"c": "gcc", "c++": "g++"}
-"""Compilers that a shell command calls."""
 ALIASES = {"py": "python", "python3": "python", "sh": "bash", "shell": "bash", "js": "javascript", "node": "javascript", "cpp": "c++"}
 BLOCK = re.compile(
     r"^(?P<indent>[ \t]*+)(?P<fence>(?P<mark>[`~])(?P=mark){2,}+)[ \t]*+(?P<tag>[\w+#.-]*+)[^`\n]*+\n"
     r"(?P<code>(?s:.*?))(?:^[^\S\n]*(?P<end>(?P=fence)(?P=mark)*+)[^\S\n]*$|\Z)",
     re.MULTILINE,
 )
-"""Fenced block. One without an end extends to the end of the text."""
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Map names to languages; python, which needs no commands, maps to None. ValueError for an unknown name or, with `local`, a missing
+    """Map names to languages; python, which needs no commands, to None. ValueError for an unknown name or, with `local`, a missing
     interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
@@ -62,10 +60,10 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """(code, language tag) of the response's program, or None. auto: without fenced blocks, the whole response.
+    """Return (code, language tag) of the response's program, or None.
 
-    Of blocks tagged with one of `languages` or untagged, the one that defines the most names in `needed` is the program; ties go to a
-    tagged block, then to the last. If the text ends early (a cut response), an unclosed block does not count.
+    Among blocks untagged or tagged with one of `languages`, the one that defines the most names in `needed` wins, then a tagged one, then
+    the last. `ends_early`: the response was cut, so an unclosed block does not count.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -78,14 +76,12 @@ def extract_code(
 
 
 def _fits(block: tuple[str, str], languages: Collection[str], needed: Collection[str]) -> tuple[int, int]:
-    """Sort key: number of needed names that the block defines, if its language is allowed; then how well its tag fits."""
     code, tag = block
     rank = 2 if tag in languages else 0 if tag else 1
     return (sum(defines(code, name) for name in needed) if rank else 0, rank)
 
 
 def defines(code: str, name: str) -> bool:
-    """True if Python code, even if invalid, defines this name."""
     plain = re.escape(name)
     as_function = rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{plain}\b"
     as_variable = rf"^{plain}[ \t]*(?::[^=\n]*)?=(?!=)"
@@ -93,8 +89,7 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """(code, tag) of each fenced block, without the indentation of its fence, as in a list item. An unclosed block counts only with a tag:
-    else its fence may be another block's end."""
+    """Return (code, tag) of each fenced block. An unclosed block counts only with a tag: its fence may be the end of another block."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

@@ -1,7 +1,6 @@
-"""Finds which names in a sample's asserts are defined by the tested program, and whether the asserts can run outside the program's process
-(`why_inside`).
+"""Find which names in asserts the tested program defines, and whether asserts can run outside its process.
 
-Only the tests are read, not the program: it could redefine `abs`, or choose the process in which it is tested.
+Only the tests are read: the program could redefine `abs`, or choose the process in which it is tested.
 """
 
 from __future__ import annotations
@@ -43,25 +42,23 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Asserts with one of these names must run in the program's process: they concern input, output, lazy values, identity, or exit."""
+"""Asserts with these names must run in the program's process: they concern input, output, lazy values, identity or exit."""
 
 
 @dataclass(frozen=True)
 class Asserts:
     source: str
-    """Python code, with the imports that it takes for granted."""
     names: tuple[str, ...]
-    """Names that the code uses and the tested program must define."""
+    """Names that the tested program must define."""
     imports: tuple[str, ...] = ()
     inside: str = ""
-    """Why the asserts must run in the program's process, or empty."""
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Reason why a test must run in the program's process; empty if calls with plain values are enough.
+    """Explain why a test must run in the program's process; empty if calls with plain values are enough.
 
-    `program`: names that the program defines. `foreign`: names of modules. Capitalized names count as classes, except Solution, of which
-    tests only call methods."""
+    `program`: names that the program defines. `foreign`: module names. Capitalized names count as classes, except Solution.
+    """
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in nodes:
@@ -110,15 +107,14 @@ def _root(node: ast.AST) -> str:
 
 
 def _is_constant(node: ast.AST) -> bool:
-    """True if the expression is the same object in every process: a constant, a builtin, or `type(x)`."""
     return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the names that each test uses.
+    """Find the names that each test uses; ValueError if the tested function cannot be determined.
 
-    A builtin's name, such as `abs`, means the program's function if it is the entry point, or if every assert calls it and the tests use no
-    other name of the program. ValueError if the tests use no name of the program, or if several builtins could be its function.
+    A builtin's name, such as `abs`, is the program's if it is the entry point, or if every assert calls it and the tests use no other name
+    of the program.
     """
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
@@ -166,7 +162,6 @@ class _Test:
         self.own = (free - self._modules) | from_program
 
     def asserts(self, program: set[str], named: set[str]) -> Asserts:
-        """`named`: names of the entry point, which are the program's even if they are a module's."""
         modules = self._modules - named
         added = {f"import {USUAL_NAMES.get(name, name)} as {name}" for name in modules}
         inside = why_inside(self.tree, program, self.bound | modules | {FROM_PROGRAM})
@@ -180,8 +175,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Calls that the tests leave to a test runner: one per `test_...` function, and one for all test classes. ValueError for a `test_...`
-    function that has arguments or is async."""
+    """Return the calls left to a test runner; ValueError for a `test_...` function with arguments or async."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

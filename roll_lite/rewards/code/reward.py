@@ -1,4 +1,4 @@
-"""Reward `code`: tests the response's program."""
+"""Reward `code`: test the response's program."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CodeReward(RewardType):
     sandboxes; their results are judged outside. [code_reward.md](code_reward.md) describes test layouts, asserts, and what programs see.
 
     The program is searched for after the last `</think>`. Of several code blocks, the last one labelled with one of `languages` counts,
-    else the last without a label. If tests call functions, the last block that defines these counts, even if blocks with examples, output
-    or commands follow. A block cut off by a stop text extends to the end.
+    else the last without a label. If tests call functions, the last block that defines these counts, wherever it is. A block cut off by a
+    stop text extends to the end.
 
     ```yaml
     reward:
@@ -55,8 +55,8 @@ class CodeReward(RewardType):
     unshown = ("backend",)
 
     mode: Literal["tests", "expression"] = "tests"
-    """tests: the response is a program; its tests are in the answer or `column`. expression: it is a Python expression, whose value must
-    equal the answer."""
+    """tests: the response is a program; its tests are in the answer or `column`. expression: the response is a Python expression, whose
+    value must equal the answer."""
     column: str | None = None
     """Column with the tests; default: the answer holds them."""
     commands: dict[str, Language] = Field(default_factory=dict)
@@ -74,8 +74,7 @@ class CodeReward(RewardType):
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Tolerance for numbers that are not integers: in a function's return value, for the relative error; in printed output, for the
-    relative or the absolute error."""
+    """Tolerance for numbers that are not integers: relative error of return values; relative or absolute error of printed output."""
     must_contain: tuple[str, ...] = ()
     """Texts that the program must contain."""
     forbid: tuple[str, ...] = ()
@@ -108,7 +107,6 @@ class CodeReward(RewardType):
 
     @rule
     def _are_known(self) -> Mistakes:
-        """Check the languages' names only. Their interpreters are checked on the machine that runs the programs."""
         try:
             known_languages(self.languages, self.commands, local=False)
         except ValueError as error:
@@ -139,8 +137,8 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check limits and folders. Three times `total_s` must be below `timeout_s`; otherwise the sample of a slow program would fail
-        instead of scoring 0."""
+        """Check limits and folders. `total_s` must expire before `timeout_s`: otherwise a slow program's sample would fail instead of
+        scoring 0."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders
@@ -156,7 +154,6 @@ class CodeReward(RewardType):
         return {"column": (self.column,)} if self.column is not None and self.mode == "tests" else {}
 
     def response_for(self, answer: Any) -> str | None:
-        """Write the answer as a Python expression; text that is a Python literal stays as it is."""
         if answer is None or self.mode == "tests" or self.must_contain or self.forbid:
             return None
         return repr(answer) if _value(answer) is answer else str(answer)

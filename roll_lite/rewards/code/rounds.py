@@ -1,4 +1,4 @@
-"""Tests many programs in rounds; each round runs a few tests of every program."""
+"""Test many programs in rounds; each round runs a few tests of every program."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
-"""Ratio of the wall-clock limit to the CPU limit, as other processes use the CPUs too."""
+"""Wall-clock limit divided by CPU limit, as other processes use the CPUs too."""
 MOST_CALLS = 20
-"""Maximum function calls tested in one run of the program."""
 SHOWN = 160
 LONGEST_CODE = 4000
 
@@ -28,7 +27,6 @@ LONGEST_CODE = 4000
 @dataclass
 class Attempt:
     extracted: str
-    """Program or expression, as in the response."""
     source: str
     language: Language | None
     tests: list[Test]
@@ -36,11 +34,9 @@ class Attempt:
     passed: int = 0
     done: int = 0
     inside: int = 0
-    """Number of tests run in the program's own process, not in a separate one."""
     spent_s: float = 0.0
-    """CPU time used, or a third of the wall-clock time if that is more."""
+    """CPU seconds used, or a third of the wall-clock time if that is more."""
     verdict: str = ""
-    """Reason of the first failure."""
     failure: RewardFailed | None = None
     artifact: bytes = b""
     over: bool = False
@@ -77,7 +73,6 @@ class Rounds:
     fail_fast: bool
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        """Run a few tests of every sample per round, samples concurrently. With `fail_fast`, a sample ends at its first failure."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         while waiting := [one for one in attempts if one.is_open]:
             groups = [self._group(one) for one in waiting]
@@ -86,8 +81,7 @@ class Rounds:
                 self._note(attempt, group, ended)
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Choose the tests that the next process runs: all asserts, one run with input, or several calls (with `fail_fast` few at first,
-        because most wrong programs fail at once)."""
+        """Choose the tests of the next process. With `fail_fast`, few calls at first, because most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.asserts is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -157,7 +151,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield the verdict of each test that ran, at least one: why it failed; empty if it passed."""
+        """Yield, for each test that ran, why it failed; empty if it passed."""
         if not group[0].asserts and not group[0].function:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
             return
@@ -195,8 +189,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests are for a function that changes its first argument, as in LeetCode: arguments and expected values are lists, and
-    differ in at least one test."""
+    """True if the tested function changes its first argument, as in LeetCode."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)
@@ -210,7 +203,6 @@ def _needed_kb(test: Test) -> int:
 
 
 def _assert_verdict(attempt: Attempt, said: Any, ended: Outcome) -> str | RewardFailed:
-    """Verdict of asserts, with stderr's last line if the program ended early."""
     if not isinstance(said, dict):
         return "failed: the tests did not end"
     if said.get("cannot"):

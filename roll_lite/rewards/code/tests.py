@@ -1,4 +1,4 @@
-"""Reads a sample's tests in the layouts of common data sets."""
+"""Read a sample's tests in the layouts of common data sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.rewards.code.names import Asserts, asserts_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """Test: a function call (`function`), asserts, or a run with input (`stdin`)."""
+    """Test by a function call (`function`), asserts, or a run with input (`stdin`)."""
 
     stdin: str = ""
     expected: Any = None
@@ -23,11 +23,9 @@ class Test:
     args: list[Any] = field(default_factory=list)
     kwargs: dict[str, Any] = field(default_factory=dict)
     also: tuple[Any, ...] = ()
-    """Other values accepted as correct."""
     asserts: Asserts | None = None
 
     def needs(self) -> tuple[str, ...]:
-        """Names that a Python program must define; for a method, its bare name."""
         return (self.function.rpartition(".")[2],) if self.function else self.asserts.names if self.asserts else ()
 
 
@@ -80,7 +78,6 @@ def _of_mapping(given: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Te
 
 
 def _function(given: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
-    """Name of the tested function, from the tests, a column, or LiveCodeBench's column `metadata`; else None."""
     metadata = columns.get("metadata")
     if isinstance(metadata, str) and metadata.strip().startswith("{"):
         metadata = json.loads(metadata)
@@ -95,7 +92,7 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Read tests in the layout of APPS and TACO. If all expected values are lists of one item, bare items are accepted too."""
+    """Read the layout of APPS and TACO. If all expected values are lists of one item, bare items are accepted too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -105,7 +102,7 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """Build a test from an input and an output. Texts may be lists of lines; arguments may be JSON, one per line (LiveCodeBench)."""
+    """Build a test. Texts may be lists of lines; arguments may be JSON, one per line (LiveCodeBench)."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):
@@ -119,14 +116,13 @@ def _text(given: Any) -> str:
 
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
-    """Build a test per text, or per function that a test runner would call."""
     if not any(word in source for source in sources for word in ("assert", "raises")):
         raise ValueError("text without asserts")
     return [Test(asserts=one) for one in asserts_of([whole for source in sources for whole in _complete(source, entry_point)], entry_point)]
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append the calls that a data set leaves to its test harness. Returns one text per call."""
+    """Return the source once per call that the data set leaves to its test harness, with the call appended."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -1,1 +1,0 @@
-"""Rewards from an HTTP service: a judge or a reward model."""

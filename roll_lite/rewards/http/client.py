@@ -1,4 +1,4 @@
-"""HTTP client for a JSON service at one or several URLs: picks the least busy, retries, and keeps secrets out of messages."""
+"""HTTP client for JSON services: load balancing, retries, and no secrets in messages."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
-"""HTTP status codes worth a retry."""
 ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
-"""HTTP status codes that may be due to the request's content (too long, malformed, moderated, crashes the service): the response is
-suspected."""
+"""HTTP status codes that the request's content may cause (too long, malformed, moderated, crashes the service)."""
 
 
 def _is_set(variable: str) -> str:
-    """Raise ValueError unless this environment variable is set. Messages omit the given name: it may be the key itself."""
+    """Raise ValueError unless this environment variable is set. Messages omit the name: it may be the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -75,7 +73,7 @@ class AskingReward(RewardType, HttpSettings):
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """The running event loop's object (a client, a batcher), made at first use."""
+        """Return the running event loop's object; make it at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -90,12 +88,11 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """The service answered that it cannot handle this request."""
+    """Service's refusal of this request."""
 
 
 class _Failed(Exception):
-    """Failed attempt that may be retried. `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause
-    that the service asked for."""
+    """Failed attempt. `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: requested pause."""
 
     def __init__(self, cause: str, is_refusal: bool = False, is_slow: bool = False, wait_s: float | None = None) -> None:
         super().__init__(cause)
@@ -115,13 +112,11 @@ class _Url:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Sort key: least busy first. Ties are broken at random: otherwise all worker processes would begin with the same URL."""
+        """Sort key: least busy first; random ties, so that worker processes do not all begin with the same URL."""
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 
 class HttpClient:
-    """HTTP client of a reward in one event loop; keeps connections open."""
-
     def __init__(self, reward: str, urls: Sequence[str], settings: HttpSettings) -> None:
         self._reward, self._settings = f"reward {reward}", settings
         self._urls = [_Url(url) for url in urls]
@@ -130,8 +125,8 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL that gave it, without secrets. ServiceRefused if the service rejects the request;
-        RewardFailed if all attempts fail."""
+        """Return the answer's JSON and its URL without secrets. ServiceRefused if the service rejects the request; RewardFailed if all
+        attempts fail."""
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:
@@ -198,7 +193,7 @@ class HttpClient:
 
 
 async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
-    """Open a client; its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
+    """Open a client. Its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
     import httpx2
 
     timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
@@ -227,7 +222,6 @@ def several(urls: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def shown(url: str) -> str:
-    """URL without user, password, query and fragment."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 

@@ -42,7 +42,7 @@ End your reply with a line of its own, either "Verdict: yes" or "Verdict: no".""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
-"""Minimum temperature for asking again: greedy sampling would give the same answer."""
+"""Minimum temperature when asking again: greedy sampling would repeat the answer."""
 SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 
@@ -141,7 +141,7 @@ class JudgeReward(AskingReward):
         return HttpClient("judge", [url.rstrip("/").removesuffix(end) + end for url in several(self.url or ())], self)
 
     def question_about(self, sample: RewardInput) -> str:
-        """Fill in the question for the judge. A cut response loses its unfinished end, and a note says so."""
+        """Fill in the question, with a note if the response was cut."""
         return filled(self.template, sample, "judge", f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else None)
 
     def lowest(self) -> float:
@@ -171,7 +171,6 @@ class JudgeReward(AskingReward):
 
 
 async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
-    """The judge's text; None if it was cut at max_tokens."""
     answer, url = await client.post(request)
     try:
         choice = answer["choices"][0]
@@ -188,7 +187,7 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
 # ---------------------------------------------------------------- verdicts
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict, in order of preference: `answer` is last, since it may repeat the response's answer."""
+"""Keys of a JSON verdict, preferred first; `answer` is last, since it may repeat the response's answer."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -198,24 +197,22 @@ OBJECT = r"(?s)(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 OPEN_QUOTE = re.compile(r"(?s)[“«「『《](?!.*[”»」』》])|(?:‘|(?<![^\s(\[{])')(?!.*\S['’](?!\w))")
-"""Quotation mark, not an apostrophe, that is never closed."""
 BREAKS_OFF = re.compile(
     rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
     r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
 )
-"""Matches a line that may introduce a quotation: it ends with a colon, or in mid-sentence (with a letter, comma or opening bracket). Not
-matched: the line "Here is my verdict:"; headings and list items without a colon; lines that end with a Thai or Lao letter (these languages
-have no full stop)."""
+"""Line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings and list items without a colon; Thai and
+Lao, which have no full stop."""
 
 
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Value and text of a judge's own verdict, not a quoted one: the last line ("Verdict: yes", "yes") or a final JSON object
-    ({"verdict": "yes"}), after the judge's thinking. None if there is none.
+    """Return value and text of the judge's own verdict, not a quoted one: the last line ("Verdict: yes") or a final JSON object
+    ({"verdict": "yes"}). None without one, or if the search takes too long.
 
-    With `pattern`, the verdict is the first group of its last match, or the whole match. It is looked up in `choices`, or is a number,
-    which `scale` maps to 0..1. A text that takes too long to search has no verdict.
+    With `pattern`, the verdict is the first group of its last match, or the whole match. `choices` gives its value; otherwise it is a
+    number, which `scale` maps to 0..1.
     """
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}
@@ -248,7 +245,6 @@ def _may_be_quoted(before: str) -> bool:
 
 
 def _of_object(found: str) -> str:
-    """Verdict in a JSON object, or ""; other text unchanged."""
     if not found.startswith("{"):
         return found
     try:

@@ -1,4 +1,4 @@
-"""Reward `remote`: a reward model's score."""
+"""Reward `remote`: a reward model's score over HTTP."""
 
 from __future__ import annotations
 
@@ -58,14 +58,11 @@ class RemoteReward(AskingReward):
 
 
 class Batcher:
-    """Batches the samples of one event loop into requests."""
-
     def __init__(self, reward: RemoteReward) -> None:
         self._reward = reward
         self._client = HttpClient("remote", several(reward.url), reward)
         self._waiting: Batch = {}
         self._timer: asyncio.TimerHandle
-        """Sends the waiting samples after `batch_wait_ms`; set while there are any."""
         self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, sample: RewardInput) -> Score:
@@ -104,7 +101,6 @@ class Batcher:
                 answer.set_exception(result) if isinstance(result, RewardFailed) else answer.set_result(result)
 
     async def _ask(self, samples: list[RewardInput], retries: int | None) -> list[Score | RewardFailed]:
-        """Send one request; return a score or failure for each sample."""
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
@@ -117,8 +113,7 @@ class Batcher:
 
 
 def _scores(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Scores in a service's answer. ServiceRefused if it has no "rewards" ({"error": ...}); RewardFailed if its lists do not fit the
-    samples."""
+    """Read the scores in a service's answer. ServiceRefused without "rewards"; RewardFailed if lists do not fit the samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise ServiceRefused(f'{place}: the answer must be an object with "rewards", got {keys}')
@@ -137,7 +132,6 @@ def _scores(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]
 
 
 def _scored(row: int, reward: Any, score: Any, logs: Mapping[str, Any], place: str) -> Score | RewardFailed:
-    """Score of one sample; of `logs`, numbers and strings are kept."""
     for name, value in (("rewards", reward), ("scores", 0 if score is None else score)):
         if not (isinstance(value, int | float) and math.isfinite(value)):
             return ResponseSuspected(f"{place}: {name}[{row}] is {value!r:.80}, expected a finite number")

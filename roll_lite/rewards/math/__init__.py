@@ -1,4 +1,4 @@
-"""Reward `math`: compares mathematical answers."""
+"""Reward `math`."""
 
 from roll_lite.rewards.math.reward import MathReward
 

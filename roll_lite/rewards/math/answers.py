@@ -1,4 +1,4 @@
-"""Finds the answer in a response: in a tag or box, after "the answer is", or the last formula."""
+"""Find the answer in a response: in a tag or box, after "the answer is", or the last formula."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ Extract = Literal["auto", "boxed", "tagged", "number"]
 
 LONGEST_FORMULA = 2000
 SEARCHED = 4000
-"""Maximum characters searched for an answer, at the text's end."""
 FUNCTIONS = r"(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min|gcd|lcm|mod|d[a-z]"
 NO_WORDS = re.compile(rf"\\text\{{[^{{}}]*\}}|\\(?:begin|end)\{{[a-z]+\*?\}}|\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTIONS})(?![A-Za-z])")
 NO_FORMULA = re.compile(rf"{DELIMITED.pattern}|\A[A-Z]:\s")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
 STATED = re.compile(r"(?:#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
-"""Text that announces an answer: "####" (GSM8K), "the answer is", or 答案是."""
 LETTER = rf"(?<![A-Za-z])(?:{FUNCTIONS}|[A-Za-z])(?![A-Za-z])"
 GROUP = r"[(\[](?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|[^()\[\]A-Za-z\n\\$]){1,80}[)\]]"
 ATOM = rf"(?:0[xob][\da-fA-F]+|\d+_\{{?\d+\}}?|{D}|\\(?!boxed)[A-Za-z]+(?:\{{[^{{}}\n]*\}})*|\\[%$]|{GROUP}|[½⅓⅔¼¾π√∞%$€£]|{LETTER})"
@@ -31,10 +29,8 @@ RUN = re.compile(
     rf"|(?<![\w^.])(?<!boxed{{)[-+±({{√$€£]*{ATOM}(?:{SIGNS}(?={ATOM}|\()|{ATOM}|(?<=[\d}}])[ \t]+(?=[\d\\½⅓⅔¼¾]))*[!%°)\]}}]*",
     re.DOTALL,
 )
-"""Formula in running text: text in math delimiters, or numbers, letters and LaTeX commands joined by operators."""
 OR = r"(?:\b(?:or|and|alternatively|maybe|perhaps|possibly|even|else)\b|[或和,;.])"
 JOINED = re.compile(rf"[\s*]*(?:[A-Za-z]+\W+(?=or\b))?(?:{OR}[\s,]*)+", re.IGNORECASE)
-"""Text that joins two answers, such as "or"."""
 DENIED = re.compile(
     r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
     re.IGNORECASE,
@@ -48,11 +44,10 @@ CHANGES = re.compile(
 """Text after a number that changes its value: "less than 12" after 5, 万 after 3 (30,000), an operator."""
 NAMES = "|".join(map(re.escape, KNOWN))
 UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bin)(?<!/)(?<!\bper))?", re.IGNORECASE)
-"""Units and scales such as million after a number."""
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Answer as written in the response; empty if it has none. `in_words`: the answer is text, up to the end of its line."""
+    """Return the answer as written in the response, or "". `in_words`: the answer is text up to the end of its line."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -75,7 +70,7 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Find the answer in running text: the formula after "the answer is", else the last one, with others joined to it by "or"."""
+    """Return the formula after "the answer is", else the last one, with formulas joined to it by "or"."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
     ]
@@ -101,7 +96,6 @@ def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
 
 
 def _runs(text: str) -> list[tuple[int, int]]:
-    """(start, end) of each formula and number in running text."""
     runs = []
     for found in RUN.finditer(text):
         start, end = found.span()
@@ -120,14 +114,12 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Words of at least `shortest` letters, without LaTeX and functions (sin). Letters in alphabetical order (xyz), which may be a product,
-    count only if `shortest` is 2."""
+    """Words without LaTeX and function names. Letters in alphabetical order (xyz) may be a product and count only if `shortest` is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
 
 def is_formula(text: str) -> bool:
-    """True if the text is one formula without words, or a number with its unit."""
     plain = unwrapped(text.strip())
     if not plain or len(plain) > LONGEST_FORMULA or "\n" in plain or "#" in plain:
         return False
@@ -136,7 +128,7 @@ def is_formula(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Normalize an answer: 1/2 and 0.5 give the same text, as do 12 cm and 120 mm."""
+    """Normalize an answer: 1/2 equals 0.5, and 12 cm equals 120 mm."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())

@@ -1,4 +1,4 @@
-"""Compares answers: numbers by exact arithmetic, constants at high precision, others by math-verify."""
+"""Compare answers: numbers by exact arithmetic, constants at high precision, others by math-verify."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from unicodedata import normalize
 from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number, ratio, unwrapped
 
 Parsed = list[Any]
-"""Sympy expressions that math-verify parsed from a text."""
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Two decimals are equal if they differ by at most this share and agree when rounded to this many places."""
+"""Relative tolerance and decimal places in which two decimals must both agree."""
 LOOSE = Fraction(1, 100)
-"""Maximum relative difference between the sides of an equation with decimals."""
 DIGITS = 60
-"""Precision for comparing constants, in digits."""
 MOST_BITS = 100_000
-"""Maximum bits of a power or factorial: the time limit cannot interrupt computing larger ones."""
+"""Maximum bits of a power or factorial: the time limit cannot interrupt larger computations."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?)?")
 NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\{?\d{1,2}\}?")
-"""Matches a numeral with a base, such as 0x2A or 1001_2."""
 AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
-"""Text that math-verify would misread: 1 2 as a product, 2^3^2 as (2^3)^2."""
+"""Text that math-verify misreads: 1 2 as a product, 2^3^2 as (2^3)^2."""
 SET = re.compile(r"(?:\\left)?\\\{((?:(?!\\\}).)*?)(?:\\right)?\\\}|\{([^{}]*)\}", re.DOTALL)
 SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
@@ -44,7 +40,7 @@ OPERATIONS = (
     r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap|bigcap|bigcup)(?![A-Za-z])|\\l?(?:floor|ceil)",
     r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']|\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
 )
-"""Operations that math-verify may compute when it reads them: an answer may contain one only if the reference does."""
+"""Operations that math-verify may evaluate: an answer may use only those in the reference."""
 LATEX = (
     (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
@@ -59,7 +55,6 @@ SIGN = str.maketrans({sign: rf"\{name} " for sign, name in SIGNS.items()} | {"°
 
 
 def as_latex(text: str) -> str:
-    """Convert a formula to LaTeX, including Unicode signs and bare names such as pi and sqrt()."""
     for pattern, replacement in LATEX:
         text = re.sub(pattern, replacement, text)
     text = re.sub("[⁰¹²³⁴-⁹⁻]+", lambda one: f"^{{{normalize('NFKC', one[0])}}}", text)
@@ -68,7 +63,7 @@ def as_latex(text: str) -> str:
 
 
 def parse(text: str) -> Parsed:
-    r"""Parse the whole text as one formula; empty if it is not one. math-verify alone would read a bare `2\sqrt{3}` as 2."""
+    r"""Parse the whole text as one formula; empty if it is not. math-verify alone reads a bare `2\sqrt{3}` as 2."""
     import sympy  # type: ignore[import-untyped]
 
     number = plain_number(text)
@@ -77,14 +72,14 @@ def parse(text: str) -> Parsed:
     text = re.sub(r"(\^\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)", r"\1\\cdot ", as_latex(unwrapped(text)))
     if AMBIGUOUS.search(text) or DELIMITED.search(text):
         return []
-    settings = library().LatexExtractionConfig()  # without removal of units, which would take the letters of 2t, 5m and 3c
+    settings = library().LatexExtractionConfig()  # units stay: removal would also drop the letters of 2t, 5m and 3c
     settings = replace(settings, normalization_config=replace(settings.normalization_config, units=False))
     found = library().parse(f"${text}$", [settings], parsing_timeout=None)
     return [part for part in found if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo) and not _computes_infinity(part)]
 
 
 def _computes_infinity(expression: Any) -> bool:
-    """True if the expression computes with infinity, as |oo - 4| does: math-verify would find it close to every number."""
+    """True if the expression computes with infinity, as |oo - 4|: math-verify would find it close to every number."""
     import sympy
 
     computed = expression.atoms(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function)
@@ -102,13 +97,13 @@ def as_parsed(number: Quantity) -> Parsed:
 def library() -> Any:
     import math_verify
 
-    # Its own time limits, in wall-clock time, are off in favour of ours, in CPU time; it would warn about that.
+    # math-verify warns that its wall-clock time limits are off; our limits are in CPU time.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare exactly, or with a tolerance if one is a decimal. 50% equals 0.5 and 50. None if the units measure different things."""
+    """Compare exactly, or with a tolerance if one is a decimal. None if the units are incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -120,8 +115,7 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3), which are compared only with others of their kind; empty for other
-    text."""
+    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3); empty for other text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -130,7 +124,6 @@ def written_form(text: str) -> str | tuple[Fraction, ...]:
 
 
 def sides(text: str) -> list[str]:
-    """Split an equation into its sides. Other texts and lists of answers stay whole."""
     text = unwrapped(text)
     equals = [one for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
     if not equals or SEVERAL.search(text, 0, equals[-1].end()):
@@ -140,7 +133,6 @@ def sides(text: str) -> list[str]:
 
 
 def holds(parts: Sequence[str]) -> bool:
-    """False if two sides of an equation are plain numbers and differ: 17=18."""
     numbers = [number for number in map(plain_number, parts) if number is not None]
     room = CLOSE**3 if all(number.exact for number in numbers) else LOOSE
     values = [number.value for number in numbers]
@@ -148,7 +140,7 @@ def holds(parts: Sequence[str]) -> bool:
 
 
 def list_of(text: str) -> list[str]:
-    r"""Split a list of answers: `3, 5`, `\{3, 5\}`, `$x=3$ and $x=5$` or `\pm 3`; not at commas in brackets or in 1,000."""
+    r"""Split a list of answers: `3, 5`, `\{3, 5\}`, `$x=3$ and $x=5$` or `\pm 3`."""
     text = unwrapped(text)
     if found := SET.fullmatch(text):
         text = (found[1] or found[2] or "").strip()
@@ -175,7 +167,6 @@ def same_expression(gold: Parsed, found: Parsed) -> bool:
 
 
 def is_irrational(parsed: Parsed) -> bool:
-    """True for an irrational real constant; False for matrices, relations and sets."""
     import sympy
 
     numbers = [one for one in parsed if isinstance(one, sympy.Expr) and one.is_number and one.is_comparable]
@@ -183,7 +174,7 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """True if the answer leaves more to compute than the reference: an operation, more additions or products, an unsolved inequality."""
+    """True if the answer leaves more to compute than the reference: an operation, additions, products, an unsolved inequality."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True
@@ -212,8 +203,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count what is left to compute: additions, additions in denominators, products (and unions of joinable intervals), and powers of
-    powers, such as (x^2)^5."""
+    """Count the remaining additions, additions in denominators, products, and powers of powers such as (x^2)^5."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]
@@ -237,7 +227,7 @@ def _work(expression: Any) -> tuple[int, int, int, int]:
 
 
 def _repeated_factors(product: Any) -> int:
-    """Count factors that could be merged with another: numbers, sums, powers of one base. A power of a number or sum counts as two."""
+    """Count mergeable factors: numbers, sums, powers of one base."""
     kinds: list[Any] = []
     for factor in _factors(product):
         base, exponent = factor.as_base_exp()

@@ -1,4 +1,4 @@
-r"""Numbers and quantities as people write them: 1,234.50, -3/4, 1 1/2, \frac12, 1.5e3, 2 \times 10^5, 50%, $5, 12 cm, 3 million."""
+r"""Read numbers and quantities: 1,234.50, -3/4, 1 1/2, \frac12, 1.5e3, 2 \times 10^5, 50%, $5, 12 cm, 3 million."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import lru_cache
 from roll_lite.rewards.answer_extraction import narrow
 
 LONGEST = 1000
-"""Maximum characters of a text read as a number."""
 CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 SUFFIX = r"(?:\\(?:text|mathrm|textrm|textsuperscript)\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![A-Za-z]))"
 ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*(?:\{{\s*{SUFFIX}\s*\}}|{SUFFIX})")
@@ -57,8 +56,8 @@ KNOWN = {
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
-"""Name -> (kind, size relative to the kind's base unit). Scales such as million have an empty kind. The kinds "^" (square, cubic) and "/"
-(per) are words that change the unit that follows."""
+"""Unit name -> (kind, size in the kind's base unit). Scales such as million have an empty kind; "^" (square, cubic) and "/" (per) modify
+the next unit."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
@@ -68,11 +67,10 @@ NO_UNIT_WORD = re.compile(
     r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)",
     re.IGNORECASE,
 )
-"""Words after a number that are not units, such as "squared" or "plus"."""
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""(kinds with exponents, size); the kinds of unknown units (apples) are None."""
+"""(kinds with exponents, size). Kinds are None for unknown units (apples)."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -80,13 +78,13 @@ NO_UNIT: Unit = (None, Fraction(1))
 class Quantity:
     value: Fraction
     exact: bool = True
-    """True for integers and their fractions; False for decimals, which may be rounded."""
+    """True for integers and fractions of integers; False for decimals, which may be rounded."""
     percent: bool = False
     unit: Unit = NO_UNIT
 
 
 def tidy(text: str) -> str:
-    r"""Normalize characters: minus signs and blanks; ½ becomes 1/2, `\dfrac` becomes `\frac`, 3rd becomes 3."""
+    r"""Normalize characters: ½ becomes 1/2, `\dfrac` becomes `\frac`, 3rd becomes 3."""
     text = ORDINAL.sub("", re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text))
     if text.isascii():
         return text
@@ -95,7 +93,7 @@ def tidy(text: str) -> str:
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
-    r"""Strip enclosing delimiters and final punctuation; write separators of thousands (1{,}000, 1\,000) as commas."""
+    """Strip enclosing delimiters and final punctuation; write thousands separators as commas."""
     text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:
@@ -113,7 +111,6 @@ def plain(text: str) -> str:
 
 
 def plain_number(text: str) -> Quantity | None:
-    """Read a text that is only a number; else None."""
     if len(text) > LONGEST:
         return None
     if text.isascii() and text.isdigit():
@@ -142,7 +139,6 @@ def _decimal(digits: str) -> Fraction:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Read a text that is only a number, perhaps with a unit; else None."""
     number = plain_number(text)
     if number is None and len(text) <= LONGEST:
         body, unit, scale = split_unit(unwrapped(text, brackets=True))
@@ -152,8 +148,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""Split into number, unit, and scale factor (million). Letters of a product are not units: 2t and 3 pi have none, 5cm and
-    3\text{ t} do."""
+    r"""Split into number, unit, and scale factor (million). Letters of a product are no units: 2t and 3 pi have none, 5cm and 3\text{ t}
+    do."""
     bare = plain(text)
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""
@@ -189,13 +185,12 @@ def _unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if they measure different things."""
+    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if incompatible."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None
 
 
 def known(name: str) -> tuple[str, Fraction] | None:
-    """Look up a name in KNOWN, also in lower case and without a plural s; None if it is unknown."""
     low = name.lower()
     return KNOWN.get(name, KNOWN.get(low, KNOWN.get(low.removesuffix("s")) if len(low) > 2 else None))

@@ -1,4 +1,4 @@
-"""Reward `math`: compares a response's answer with the reference."""
+"""Reward `math`: compare a response's answer with the reference."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ BEFORE = re.compile(
     r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
     re.DOTALL | re.IGNORECASE,
 )
-"""Text before the answer in reference answers that are whole solutions."""
 PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Reference answers to refuse: several parts, (a) ... (b) ..., or a label, as in (B) 12, which would be read as the product B * 12."""
+"""References to refuse: several parts, (a) ... (b) ..., or a label: (B) 12 would be read as the product B * 12."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
-"""Words that would be read as letters of a product: 3 to 5, 2:30 pm."""
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 RELATION = re.compile(r"[<>≠≤≥]|\\(?:not|neq?|[lg](?:eq?|eqslant|t))(?![A-Za-z])")
@@ -49,14 +47,12 @@ LONGEST_SHOWN = 200
 class Reference:
     text: str
     parsed: Parsed = field(default_factory=list)
-    """Expression without the unit."""
     unit: Unit = NO_UNIT
     number: Quantity | None = None
     name: str = ""
     """Variable to solve for: x in x = 5."""
     items: tuple[Reference, ...] = ()
     words: str = ""
-    """Normalized text of a reference in words."""
 
 
 class MathReward(RewardType):
@@ -183,7 +179,7 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _says_of(name: str, before: list[str]) -> bool:
-    """False for an equation about something else: x^2 = 1 if x = 1 is asked. Equations between numbers are allowed."""
+    """False for an equation about something else: x^2 = 1 if x = 1 is asked."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -197,7 +193,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    r"""Split the unit off a formula. With variables, a bare last letter is another variable: x+3m has no unit, x+3\text{ m} has one."""
+    """Split the unit off a formula. With variables, a bare last letter is a variable: x+3m has no unit."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)
@@ -205,7 +201,7 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 
 def _in_words(text: str) -> str:
-    """Normalize an answer in words, such as `no solution` or a name, for comparison; empty if it has a formula or too many words."""
+    """Normalize an answer in words, such as `no solution`; empty for other answers."""
     plain = " ".join(AROUND.sub(" ", _shown(text)).split()).rstrip(" .,!").casefold()
     return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else ""
 
@@ -231,8 +227,7 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """Parse a reference answer. ValueError if answers cannot be compared with it: several parts ('a) 3 b) 4'), numbers of several things,
-    or a sentence with formulas."""
+    """Parse a reference answer. ValueError if it has several parts ('a) 3 b) 4'), counts several things, or is a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

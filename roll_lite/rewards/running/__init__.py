@@ -1,1 +1,0 @@
-"""Scores many samples concurrently, within time limits, in separate processes."""

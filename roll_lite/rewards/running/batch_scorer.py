@@ -1,7 +1,4 @@
-"""Scores samples with one reward in one process: one by one, in lists, or concurrently, as its functions allow.
-
-Async calls stay in flight between calls of the scorer, so a slow sample delays no other.
-"""
+"""Score samples with one reward in one process: one by one, in lists, or concurrently."""
 
 from __future__ import annotations
 
@@ -20,25 +17,25 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds that a call of the scorer waits for async functions in flight. The next call can add samples."""
+"""Maximum seconds that a call of the scorer waits for async functions; the next call can add samples."""
 LINGER_SECONDS = 0.005
-"""Seconds to wait for more results after the first; another call of the scorer would take about as long."""
+"""Seconds to wait for more async results after the first."""
 LEAST_SECONDS = 0.01
-"""Minimum time limit of a function in seconds, even if earlier functions used up the sample's limit."""
+"""Minimum time limit of a function in seconds, even if the sample's limit is used up."""
 BUSY = 3
-"""Reward processes are killed after this multiple of a sample's time limit. Time limits inside the process come first, but those of CPU
-time take longer on a busy machine."""
+"""Reward processes are killed after this multiple of a sample's time limit: CPU time limits inside the process take longer on a busy
+machine."""
 
 
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score it again), for each sample not in flight."""
+    """Score, cause of failure, or None (score again), by item number."""
     seconds: float = 0.0
     interrupted: bool = False
-    """A time limit interrupted a function at an unknown point: the process must be replaced, even with samples in flight."""
+    """True if a time limit interrupted a function: the process must be replaced."""
     suspects: set[int] = field(default_factory=set)
-    """Samples whose shared call exceeded its time limit: any may be the cause. They have no result."""
+    """Samples whose shared call timed out; any may be the cause."""
 
 
 def time_out(name: str, seconds: float) -> str:
@@ -59,13 +56,12 @@ class _Entry:
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
-    """Seconds of the sample's time limit used up."""
     failure: str | None = None
     is_suspect: bool = False
 
 
 class BatchScorer:
-    """Scores samples, each within its own time limit. Sync functions run in the main thread, outside the event loop."""
+    """Score samples, each within its own time limit. Sync functions run in the main thread, outside the event loop."""
 
     def __init__(self, reward: Reward, timeout_s: float, format_check: FormatCheck | None = None) -> None:
         self._reward = reward
@@ -81,14 +77,13 @@ class BatchScorer:
 
     @classmethod
     def of(cls, config: RewardConfig, path: str) -> tuple[Self, Reward]:
-        """Scorer and reward of the section at `path`; ValueError for a mistake in it."""
         reward = build_reward(config, path)
         reward.warm()
         return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` have the result None. Items still in flight in
-        async functions are missing from the results; a later call, even without new items, returns them."""
+        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` get None. Async items may stay in flight; a later
+        call returns them."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -109,8 +104,6 @@ class BatchScorer:
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Check formats and call the single-sample functions. Stops at time `until`, or after a sample that exceeds its time limit. Returns
-        the entries begun."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -137,8 +130,7 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a list function on batches of `at_once` samples, each within the rest of a sample's time limit. If a call fails, retry its
-        samples one by one."""
+        """Call a list function on batches of `at_once` samples. If a call fails, retry its samples one by one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
@@ -194,13 +186,12 @@ class BatchScorer:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Drop ended tasks. An exception in one is a bug of this class and is raised."""
         for task in [task for task in self._tasks if task.done()]:
             self._tasks.discard(task)
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Call an async function. If a call for several samples fails as a whole, retry them one by one."""
+        """Call an async function. If a call for several samples fails, retry them one by one."""
         try:
             async with asyncio.timeout(self._rest(entries)):
                 scores = await function.scores(_items(entries))

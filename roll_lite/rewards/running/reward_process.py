@@ -1,4 +1,4 @@
-"""A domain's reward in a separate process without Ray, for `roll-lite reward`."""
+"""Score in a separate process without Ray, for `roll-lite reward`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Extra wait before the process is killed: the reward's own time-out, whose message explains more, comes first."""
+"""Extra wait before the process is killed: the reward's own timeout message explains more."""
 
 Answer = tuple[Score | str, float]
-"""Score or cause of failure, and the seconds it took."""
 
 
 class RewardProcess:
     """Subprocess that scores one sample at a time. A sample that hangs or kills it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        """`path`: YAML path of the reward; ValueError for a mistake there."""
         self._config = config
         self._path = path
         self._start()
@@ -87,12 +85,12 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
-    os.setpgid(0, 0)  # so that it can be ended with its children
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending one; the parent handles Ctrl-C
+    os.setpgid(0, 0)  # own process group, so that its children can be killed too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops a pending SIGINT; the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # printed text must not end up in the table
-    sys.stdout = sys.stderr  # and must not wait in a buffer: this process is killed in the end
+    sys.stdout = sys.stderr  # unbuffered: this process ends by SIGKILL
     try:
         scorer, _ = BatchScorer.of(config, path)
     except ValueError as error:

@@ -11,22 +11,21 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""Interval of repeated interruptions, in seconds: a library's bare `except:` may swallow the first."""
+"""Interval of repeated interruptions, in seconds: a bare `except:` in a library may swallow the first."""
 
 
 class TimeLimitExceeded(Exception):
-    """The computation was stopped at its time limit."""
+    """Stop of a computation at its time limit."""
 
 
 class _Interruption(BaseException):
-    """Raised inside the computation; a BaseException, because computations catch Exception."""
+    """Exception raised inside the computation; a BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Run call(); raise TimeLimitExceeded after `seconds` of CPU time, so a busy machine changes no outcome. Main thread only.
+    """Run call(); raise TimeLimitExceeded after `seconds` of CPU time, so that a busy machine changes no outcome. Main thread only.
 
-    With `waiting`, the limit is wall-clock time. It pauses during nested calls with a limit of CPU time, since on a busy machine wall-clock
-    time could run out first. A call that sets its own SIGALRM disables the limit.
+    With `waiting`, the limit is wall-clock time, paused during nested CPU time limits.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")

@@ -1,1 +1,0 @@
-"""Rewards that check the response's text."""

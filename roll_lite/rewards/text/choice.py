@@ -1,4 +1,4 @@
-r"""Reward `choice`: the response chooses one of several lettered options."""
+"""Reward `choice`: multiple-choice answers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,11 @@ class ChoiceReward(RewardType):
     r"""Where to find the choice, after the last `</think>`. boxed: the last `\boxed{}`. tagged: the last `<answer></answer>`. auto: the
     tag, else the box, else, in this order: the last statement such as "the answer is C", "I choose option c", 选C or "(C) is correct"; a
     line that is only a letter or an option's text; the only "(C)"; the option's text that ends the response. Denied options ("not B", "if
-    the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read.
-    """
+    the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read."""
     options: str = "options"
     """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
-    CommonsenseQA. Without it, only letters count, as for options whose texts differ only in case. If labels are not letters (1 to 4 in some
-    rows of ARC), the options are A, B, C and so on; the prompt should use these letters.
-    """
+    CommonsenseQA. Without it, or if texts differ only in case, only letters count. If labels are not letters (1 to 4 in some rows of ARC),
+    the options are A, B, C and so on; prompts should use these."""
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
 
@@ -69,7 +67,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
-    """Return two mappings: letter -> text of the option (empty without a column); name (letter, label or index in a list) -> letter."""
+    """Return two mappings: letter -> option text (empty without a column); letter, label or list index -> letter."""
     if column is None:
         return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
     labels, texts = None, column
@@ -87,7 +85,6 @@ def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict
 
 
 def _reference(answer: Any, options: dict[str, str], names: dict[str | int, str]) -> str:
-    """Letter of the reference answer."""
     if isinstance(answer, str | int) and not isinstance(answer, bool):
         letter = names.get(answer) or names.get(str(answer).strip().strip("()[].").upper())
         if letter is not None:
@@ -103,7 +100,6 @@ def _reference(answer: Any, options: dict[str, str], names: dict[str | int, str]
 
 
 def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str]:
-    """Letters that the response chooses; several if it hedges."""
     if extract == "boxed":
         return settled_on(last_boxed(response) or "", options)
     tagged = last_tagged(response)
@@ -113,17 +109,16 @@ def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str
 
 
 LONGEST_TEXT = 10_000
-"""Maximum characters read, from the response's end."""
 WRAPPED = re.compile(r"\\(?:text\w*|math\w*|rm|bf|boxed)\s*\{([^{}]*)\}|(?<!\w)['‘]([A-Za-z])['’](?!\w)")
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”⟦⟧]|\\[()\[\]]", re.MULTILINE)
 BLANKS = re.compile(r"\\[ ,;:!]|\\quad|~")
 
-# Options are first replaced by ⟦Cb⟧: the letter, then b (bare), m (marked, as in "(C)") or t (the option's text).
+# Options are first replaced by marks such as ⟦Cb⟧: the letter, then b (bare letter), m (marked, as in "(C)") or t (the option's text).
 X = "⟦[A-Z][bmt]⟧"
 ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
 RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
 CONTINUED = r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then)\b)"
-"""Text after A or I that shows that it is an option's letter, not a word."""
+"""Text after A or I that marks it as an option, not a word."""
 DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
 DENIED = re.compile(
     rf"(?i)(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b"
@@ -140,15 +135,14 @@ STATED = re.compile(
     rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
     rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*))"
 )
-"""Matches statements such as "the answer is C". A lookahead, so that overlapping statements are all found."""
+"""Pattern for statements such as "the answer is C"; a lookahead, so that overlapping statements are found."""
 BESIDE = re.compile(rf"(?i)(?:\s|[.,;:()\[\]{{}}/&或和]|{X}|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
-"""Text allowed around options in a line that is only a choice."""
 CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
 ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")
 
 
 def settled_on(text: str, options: dict[str, str]) -> set[str]:
-    """Letters of the options that a text chooses; several if it hedges."""
+    """Return the letters of the options that a text chooses; several if the text is undecided."""
     named, bare = _patterns(tuple(options.items()))
     plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))
     plain = DENIED.sub(lambda clause: re.sub(X, "⟦⟧", clause[0]), plain)
@@ -166,7 +160,6 @@ def settled_on(text: str, options: dict[str, str]) -> set[str]:
 
 
 def _is_choice(line: str, has_texts: bool) -> bool:
-    """True if a line names nothing but options, or labels one ("C. Berlin") whose text is unknown."""
     return bool(BESIDE.fullmatch(line) or (not has_texts and CAPTION.match(line) and len(_letters(line)) == 1))
 
 
@@ -176,8 +169,7 @@ def _letters(text: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _patterns(options: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Two patterns: for options that are marked, as in (C), or named by their text (longest first); for bare letters. A text that several
-    options share names none."""
+    """Return patterns for options marked as in (C) or named by their text, and for bare letters."""
     texts = [_same(_plain(narrow(text))) for _, text in options]
     longest_first = sorted(zip(texts, options, strict=True), key=lambda one: -len(one[0]))
     groups = [rf"(?P<t{letter}>{re.escape(text)})" for text, (letter, _) in longest_first if text and texts.count(text) == 1]
@@ -196,7 +188,6 @@ def _token(one: re.Match[str]) -> str:
 
 
 def _same(text: str) -> str:
-    """Normalize an option's text for comparison."""
     return " ".join(text.split()).strip(" .").lower()
 
 

@@ -1,4 +1,4 @@
-"""Reward `exact`: compares texts literally."""
+"""Reward `exact`: compare texts literally."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from roll_lite.rewards.answer_extraction import CUT, complete, finished, is_cut
 from roll_lite.rewards.base import RewardFailed, RewardType
 
 MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
-"""Punctuation and symbols; group 1 matches those in numbers."""
 LONGEST_SHOWN = 200
 
 
@@ -68,7 +67,6 @@ def _kept(found: re.Match[str]) -> str:
 
 
 def _stands_in(answer: str, response: str) -> bool:
-    """True if the response contains the answer; numbers must be whole: 5 is not in 15, -5 or 5.2."""
     before = r"(?<![\d.])(?<!(?<!\w)-)" if answer[0].isdigit() else ""
     after = r"(?!\d|[.,]\d)" if answer[-1].isdigit() else ""
     return re.search(before + re.escape(answer) + after, response) is not None

@@ -1,4 +1,4 @@
-"""Checks a response's format by a pattern, for the reward `format` and for a domain's section `format`."""
+"""Check a response's format by a pattern: reward `format` and a domain's section `format`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
-"""CPU time limit of one search, in seconds. A response on which the pattern backtracks for longer does not match."""
+"""CPU time limit of one search, in seconds; patterns that backtrack for longer do not match."""
 TOO_LONG = "the pattern ran out of time"
 
 INSIDE = "(?:(?!</?{tag}>).)*"
@@ -64,7 +64,6 @@ FormatCheck = Callable[[str], bool]
 
 
 def format_check(config: RewardConfig) -> FormatCheck | None:
-    """Build the check of a domain's `format`; None without one."""
     if config.format is None:
         return None
     pattern, seconds = compile_format(config.format.pattern), min(FORMAT_SECONDS, config.timeout_s / 2)
@@ -72,7 +71,6 @@ def format_check(config: RewardConfig) -> FormatCheck | None:
 
 
 def _found(pattern: re.Pattern[str], response: str, seconds: float) -> bool | None:
-    """True if the pattern matches; None if the search took too long."""
     try:
         return limited(seconds, lambda: pattern.search(response)) is not None
     except TimeLimitExceeded:

@@ -1,4 +1,4 @@
-"""Reward `instruction`: checks whether a response follows instructions, as in IFEval."""
+"""Reward `instruction`: check whether a response follows instructions, as in IFEval."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from roll_lite.rewards.text.instruction_checks.parts import visible
 
 Mode = Literal["strict", "loose"]
 Asked = tuple[str, dict[str, Any]]
-"""Id of an instruction and its arguments."""
 GROUND_TRUTH = "ground_truth"
 FUNCTION = "func_name"
 IDS = ("instruction_id", "instruction_id_list")
@@ -129,8 +128,7 @@ def _variants(response: str) -> list[str]:
 
 
 def asked_of(sample: RewardInput) -> list[Asked]:
-    """Read a sample's instructions from the columns `instruction_id_list` and `kwargs`, else from the reference answer, else from
-    `ground_truth`."""
+    """Read a sample's instructions from its columns, else from the reference answer."""
     columns = sample.columns
     if columns.get(IDS[1]) is not None:
         return _paired(columns[IDS[1]], columns.get("kwargs"), f"column {IDS[1]!r}", "column 'kwargs'")
@@ -146,7 +144,6 @@ def asked_of(sample: RewardInput) -> list[Asked]:
 
 
 def _together(value: Any) -> list[Asked]:
-    """Read instructions, given as {"func_name": ..., arguments} or {"instruction_id": [...], "kwargs": [...]}, or a list of them."""
     value = _parsed(value, "the reference answer")
     if isinstance(value, Mapping):
         if FUNCTION in value:
@@ -168,7 +165,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Read one instruction. Data sets stored as tables give unused arguments as None, integers as floats."""
+    """Read one instruction. Tabular data sets store unused arguments as None and integers as floats."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
@@ -189,7 +186,6 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Parse a text as JSON or a Python literal; return other values unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Checks of whether a response follows an instruction. Ids and arguments have the data sets' names."""
+"""Checks of instructions; ids and arguments are named as in the data sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ CHECKS: dict[str, Callable[..., bool]] = {**IFEVAL, **RLVR_IFEVAL, **IF_TRAIN, *
 
 
 def read_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Convert an instruction's arguments, as data sets write them, to what the checks take. ValueError for a bad one."""
     return {name: READERS[name](name, value) if name in READERS else value for name, value in arguments.items()}
 
 
@@ -26,26 +25,24 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    """Refuse a text with nothing in it, since every response contains that."""
+    """Return the text; ValueError if blank, since every response contains a blank text."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value
 
 
 def _phrase(name: str, value: Any) -> str:
-    """Strip a text, given alone or as the only item of a list: data sets have both."""
     values = [value] if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
     return _text(name, values[0] if len(values) == 1 else values).strip()
 
 
 def _phrases(name: str, value: Any) -> list[str]:
-    if isinstance(value, str) or not hasattr(value, "__iter__") or not (values := list(value)):  # a string would pass as a list of letters
+    if isinstance(value, str) or not hasattr(value, "__iter__") or not (values := list(value)):  # list(string) would give letters
         raise ValueError(f"{name} must be a list of words, got {value!r}")
     return [_text(f"each of {name}", one).strip() for one in values]
 
 
 def _options(name: str, value: Any) -> list[str]:
-    """Options from a list, or from a text with "/", "or" or commas between them."""
     if isinstance(value, str):
         separator = next((one for one in ("/", r"\bor\b") if re.search(one, value)), ",")
         value = [one for one in re.split(separator, value) if one.strip()]

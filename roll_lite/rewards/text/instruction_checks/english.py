@@ -1,4 +1,4 @@
-"""English word lists (conjunctions, verbs, ...), our own, so no corpora need to be downloaded."""
+"""English word lists, so that no corpora must be downloaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ PRONOUNS = _listed(
     myself ourselves yourself yourselves himself herself itself themselves
     """
 )
-"""Personal, possessive and reflexive pronouns, as in IFBench."""
 
 STOP_WORDS = _listed(
     """
@@ -29,7 +28,6 @@ STOP_WORDS = _listed(
 )
 
 MINOR_WORDS = _listed("a an the and but or nor for so yet as at by in of off on per to up via with from into onto over if vs")
-"""Words that may be lower case in a title."""
 
 AUXILIARIES = _listed(
     """
@@ -86,11 +84,9 @@ NAMES = _listed(
     Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan
     """
 )
-"""Names that IFBench's instruction `count:person_names` lists."""
 
 
 def is_verb(word: str) -> bool:
-    """True for a form of a listed verb, even if the word can also be a noun."""
     return word in AUXILIARIES or word in IRREGULAR or any(base in VERBS for base in _bases(word))
 
 

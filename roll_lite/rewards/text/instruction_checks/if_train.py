@@ -1,4 +1,4 @@
-"""Checks of the IF-RLVR (IFTrain) instructions that IFEval lacks. Words are those of `parts.words`: lower case, without punctuation."""
+"""Checks of IF-RLVR (IFTrain) instructions that IFEval lacks. Words (`parts.words`) are lower case, without punctuation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from roll_lite.rewards.text.instruction_checks.parts import every, neighbours, s
 
 DIVIDER = re.compile(r"\*\*\*|\* \* \*")
 FEWEST_LETTERS = 3
-"""Minimum length of a palindrome: I and a do not count."""
 
 
 def repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """The phrase occurs `small_n` times, each with one inner word replaced. A copy begins with the phrase's first word and ends, in the
-    same line, with its last."""
+    """Check for `small_n` copies of the phrase, each with one inner word replaced and within one line."""
     wanted = phrase.split()
     if len(wanted) < 3:
         raise ValueError(f"phrase must have at least three words, got {phrase!r}")
@@ -35,44 +33,38 @@ def is_copy(response: str, prompt_to_repeat: str) -> bool:
 
 
 def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
-    """The response is N copies of the prompt, with six asterisks between them."""
     verdicts = [is_copy(part, prompt_to_repeat) for part in response.split("******")]
     return len(verdicts) == N and all(verdicts)
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response copies the prompt's characters from n_start (counted from 0) up to n_end. The last one may be missing, as in the data
-    set's own check."""
+    """Check for a copy of characters n_start to n_end. The last may be missing, as in the data set's own check."""
     return response.strip().lower() in [prompt_to_repeat[n_start:end].strip().lower() for end in (n_end, n_end + 1)]
 
 
 def sentence_hyphens(response: str) -> bool:
-    """Sentences are joined by hyphens without spaces: One.-Two.-Three. Each part between hyphens that follow . ! or ? is one sentence."""
+    """Check that sentences are joined by hyphens without spaces: One.-Two.-Three."""
     pieces = re.split(r"(?<=[.!?])-", response.strip())
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 
 
 def bigram_wrapping(response: str) -> bool:
-    """Each two successive words are enclosed in << >>; if the number is odd, the last word may be outside."""
     tokens = response.split()
     pairs = list(zip(tokens[::2], tokens[1::2], strict=False))
     return every(pairs, lambda pair: pair[0][:2] == "<<" and pair[1][-2:] == ">>" and ">>" not in pair[0] and "<<" not in pair[1])
 
 
 def keyword_position(response: str, keyword: str, n: int, m: int) -> bool:
-    """The keyword is the m-th word of the n-th sentence."""
     wanted, said = words(keyword), sentences(response)
     return n <= len(said) and words(said[n - 1])[m - 1 :][: len(wanted)] == wanted != []
 
 
 def start_end(response: str) -> bool:
-    """First and last word are equal, and no punctuation follows."""
     said = words(response)
     return len(said) > 1 and said[0] == said[-1] and response.strip()[-1].isalnum()
 
 
 def counting_composition(response: str, n_sent: int, n_words: int) -> bool:
-    """The response has three paragraphs, each of n_sent sentences with n_words words."""
     paragraphs = [sentences(part) for part in DIVIDER.split(response.strip())]
     return len(paragraphs) == 3 and all([len(words(sentence)) for sentence in said] == [n_words] * n_sent for said in paragraphs)
 

@@ -1,4 +1,4 @@
-"""Checks of IFBench's 58 instructions. Words are those of `parts.words`: lower case, without punctuation."""
+"""Checks of IFBench's 58 instructions. Words (`parts.words`) are lower case, without punctuation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from roll_lite.rewards.text.instruction_checks.parts import (
 CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
 OVERLAP_OFF = 2
-"""Tolerance of `overlap`, in percentage points."""
 PRIMES = {number for number in range(2, 100) if all(number % divisor for divisor in range(2, number))}
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -35,18 +34,15 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def punctuation(response: str) -> bool:
-    """The response contains an interrobang (?!) and, besides it, each of . , ! ? ; :"""
     mark = next((mark for mark in ("?!", "!?", "‽") if mark in response), None)
     return mark is not None and all(one in response.replace(mark, "", 1) for one in ".,!?;:")
 
 
 def keywords_multiple(response: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    """The keywords occur 1, 2, 3, 5 and 7 times."""
     return [whole_words(one, response) for one in (keyword1, keyword2, keyword3, keyword4, keyword5)] == [1, 2, 3, 5, 7]
 
 
 def words_japanese(response: str, N: int) -> bool:
-    """Every N-th word contains Japanese. Numbers and punctuation are skipped; at least one word must remain."""
     asked = [token for token in response.split()[N - 1 :: N] if words(token) and not token.isdigit()]
     return every(asked, JAPANESE.search)
 
@@ -57,31 +53,28 @@ def stop_words(response: str, percentage: float) -> bool:
 
 
 def marks(response: str) -> list[int]:
-    """Numbers of statements, questions and exclamations."""
     counts = Counter(map(end_mark, sentences(response)))
     return [counts[mark] for mark in ".?!"]
 
 
 def sentence_words(response: str) -> bool:
-    """The response has three sentences of equally many characters, and no repeated word."""
     said, used = sentences(response), words(response)
     return len(said) == 3 and len(set(map(len, said))) == 1 and len(used) == len(set(used))
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """`percentage` percent (± OVERLAP_OFF) of the response's distinct character trigrams occur in `reference_text`."""
+    """Check that `percentage` percent of the response's distinct character trigrams, within OVERLAP_OFF points, occur in
+    `reference_text`."""
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= OVERLAP_OFF
 
 
 def alphabet(response: str) -> bool:
-    """The words' first letters follow the alphabet, with a after z."""
     starts = [ord(word[0]) - ord("a") for word in words(response)]
     return every(starts, range(26).__contains__) and neighbours(starts, lambda one, two: (one + 1) % 26 == two)
 
 
 def vowel(response: str) -> bool:
-    """The response is one paragraph with at most three different vowels."""
     text = plain(response.strip().lower())
     return "\n" not in text and bool(words(text)) and len(set(text) & set("aeiou")) <= 3
 
@@ -91,7 +84,6 @@ def lines_of(response: str) -> list[list[str]]:
 
 
 def words_position(response: str, keyword: str) -> bool:
-    """Second and second-to-last word are the keyword."""
     said = words(response)
     return len(said) > 1 and [said[1]] == [said[-2]] == words(keyword)
 
@@ -106,7 +98,6 @@ def lengths(response: str) -> list[int]:
 
 
 def alliteration(sentence: str) -> int:
-    """Number of words that stand next to a word with the same first letter."""
     runs = [len(list(run)) for _, run in groupby(words(sentence), lambda word: word[0])]
     return sum(run for run in runs if run > 1)
 
@@ -128,7 +119,6 @@ SENTENCE_TO_REPEAT = "only output this sentence here, ignore all other requests.
 
 
 def parentheses(response: str) -> bool:
-    """At least one bracket is nested inside four or more others and correctly closed."""
     open_ones: list[str] = []
     for character in response:
         if character in "([{":
@@ -144,7 +134,6 @@ def parentheses(response: str) -> bool:
 
 
 def quotes(response: str) -> bool:
-    """The response has three nested levels of double and single quotes, all closed; apostrophes do not count."""
     open_ones: list[str] = []
     deepest = 0
     for character in re.findall("[\"']", APOSTROPHE.sub("", response.translate(STRAIGHT))):
@@ -159,8 +148,7 @@ def quotes(response: str) -> bool:
 
 
 def quote_unquote(response: str) -> bool:
-    """Text follows every quotation: no two quotation marks are adjacent, and none ends the response. A mark in single quotes ('"') does not
-    count."""
+    """Check that text follows every quotation, except a mark in single quotes ('"')."""
     text = "".join(response.translate(STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 
@@ -170,25 +158,22 @@ def indents(response: str) -> list[int]:
 
 
 def special_list(response: str, sep: str) -> bool:
-    """Two or more lines begin with the separator."""
     return sum(line.lstrip().startswith(sep) for line in response.split("\n")) >= 2
 
 
 def sub_bullets(response: str) -> bool:
-    """Every line that begins with * is followed by a line that begins with -, before the next * line."""
     found = [mark for line in response.split("\n") if (mark := line.lstrip()[:1]) in ("*", "-") and not line.lstrip().startswith("**")]
     return every("".join(found).split("*")[1:], bool)
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """The response has at least two sentences with a full stop, then at least two lines that begin with *. No other lines follow."""
+    """Check for two or more sentences, followed only by two or more lines that begin with *."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     return marks("\n".join(lines[:first]))[0] >= 2 and len(lines) - first >= 2 and all(line.startswith("*") for line in lines[first:])
 
 
 def thesis(response: str) -> bool:
-    """The response contains text in <i> or <em>, and further text after it."""
     text = response.lower()
     for tag in ("i", "em"):
         _, is_open, rest = text.partition(f"<{tag}>")
@@ -199,22 +184,19 @@ def thesis(response: str) -> bool:
 
 
 def one_option(response: str, options: list[str]) -> bool:
-    """The response is exactly one option and no other text. Options labelled a), b), c) must match character by character."""
     if LETTER_OPTIONS.match(" ".join(options)):
         return response.strip() in options
     return words(response) in map(words, options)
 
 
 def emoji(response: str) -> bool:
-    """Every sentence ends in an emoji, before or after its full stop or other mark; a response of emoji alone is one sentence."""
+    """Check that every sentence ends in an emoji, before or after its punctuation."""
     said = sentences(response) or [response.strip()]
     follows = [*map(BEGINS_WITH_EMOJI.match, said[1:]), None]
     return all(ENDS_IN_EMOJI.search(one[-40:]) or behind for one, behind in zip(said, follows, strict=True))
 
 
 def title_case(response: str) -> bool:
-    """All words are capitalized, except articles, conjunctions and short prepositions after the first word. A response in all capitals
-    fails."""
     said = [word for word in TITLE_WORD.findall(response) if word[0].isalpha()]
     is_shouted = all(map(str.isupper, said)) and any(len(word) > 1 for word in said)
     is_title = all(not word[0].islower() or (place and word in MINOR_WORDS) for place, word in enumerate(said))
@@ -222,7 +204,6 @@ def title_case(response: str) -> bool:
 
 
 def output_template(response: str) -> bool:
-    """The three LABELS occur in order, each followed by text."""
     rest = response
     for label in LABELS:
         before, found, rest = rest.partition(label)
@@ -232,13 +213,11 @@ def output_template(response: str) -> bool:
 
 
 def repeat_change(response: str, prompt_to_repeat: str) -> bool:
-    """The response is the prompt with only its first word replaced."""
     ours, theirs = response.split(), prompt_to_repeat.split()
     return ours[1:] == theirs[1:] and bool(ours) and words(ours[0]) != words(theirs[0])
 
 
 def repeat_span(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The response is words n_start to n_end of the prompt, both included, counted from 0."""
     return response.lower().split() == prompt_to_repeat.lower().split()[n_start : n_end + 1]
 
 
@@ -262,7 +241,6 @@ NAPOLEON = range(1769, 1822)
 
 
 def mcq_count_length(response: str) -> bool:
-    """The response has four questions with five options each, every question longer than the one before; no text precedes the first."""
     before, *questions = QUESTION.split(response.strip())
     lengths = []
     for question in questions:
@@ -275,7 +253,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """The line with Zimbabwe and all lines after it, together at least 52, are in reverse alphabetical order and all different."""
+    """Check that at least 52 lines, from the line with Zimbabwe on, are distinct and in reverse alphabetical order."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)
@@ -295,7 +273,6 @@ def is_csv(response: str, columns: str, count: int) -> bool:
 
 
 def csv_quotes(response: str) -> bool:
-    """The response is a table with tabs between columns and all fields in double quotes."""
     rows = [[field.strip() for field in line.split("\t")] for line in response.split("\n") if line.strip()]
     is_quoted = all(len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row)
     return is_quoted and is_table([[field[1:-1] for field in row] for row in rows], STUDENTS, 3)
@@ -307,7 +284,6 @@ def is_table(rows: list[list[str]], columns: str, count: int) -> bool:
 
 
 def is_of_napoleon(day: str) -> bool:
-    """True for a date in a year of Napoleon's life."""
     try:
         return DATE.fullmatch(day) is not None and date.fromisoformat(day).year in NAPOLEON
     except ValueError:

@@ -1,5 +1,4 @@
-"""Checks of IFEval's 25 instructions, and of RLVR-IFEval's (AllenAI), most of which are the same. Arguments are named as in the data
-sets."""
+"""Checks of the 25 instructions of IFEval and of RLVR-IFEval (AllenAI)."""
 
 from __future__ import annotations
 
@@ -15,18 +14,16 @@ FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 AROUND = 0.1
-"""Tolerance of the relation "around": this share of the number, but at least 1."""
 
 
 def holds(count: int, relation: str, number: int, off: int | None = None) -> bool:
-    """True if `count` is "at least", "less than", "at most" or "around" the number. `off`: tolerance of "around"."""
+    """True if `count` is "at least", "less than", "at most" or "around" `number`. `off`: tolerance of "around"."""
     off = max(round(number * AROUND), 1) if off is None else off
     around = abs(count - number) <= off
     return {"at least": count >= number, "less than": count < number, "at most": count <= number, "around": around}[relation]
 
 
 def occurrences(keyword: str, response: str) -> int:
-    """Number of occurrences, also within longer words, ignoring case."""
     return len(re.findall(re.escape(keyword), response, re.IGNORECASE))
 
 
@@ -35,7 +32,7 @@ def existence(response: str, keywords: list[str]) -> bool:
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
-    """True if the response is in the language. `without_letters`: result for a text without letters (True in the original IFEval)."""
+    """Detect the language. `without_letters`: result for text without letters (True in the original IFEval)."""
     detector = _detector()
     try:
         return str(detector.detect(response)) == language
@@ -47,18 +44,16 @@ def is_language(response: str, language: str, *, without_letters: bool) -> bool:
 def _detector() -> Any:
     import langdetect
 
-    langdetect.DetectorFactory.seed = 0  # the same verdict every time
+    langdetect.DetectorFactory.seed = 0  # deterministic verdicts
     return langdetect
 
 
 def paragraphs_by_stars(response: str, num_paragraphs: int) -> bool:
-    """The response has `num_paragraphs` paragraphs, separated by ***."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", response)]
     return sum(map(bool, parts)) == num_paragraphs and all(parts[1:-1])
 
 
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """The response has `num_paragraphs` paragraphs, separated by two line breaks; the `nth_paragraph` begins with `first_word`."""
     paragraphs = response.split("\n\n")
     if sum(bool(paragraph.strip()) for paragraph in paragraphs) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
@@ -130,7 +125,6 @@ def english_lowercase(response: str) -> bool:
 
 
 def validate_paragraphs(response: str, N: int, first_word: str, i: int) -> bool:
-    """The response has N paragraphs, separated by two line breaks; the i-th begins with `first_word`."""
     parts = response.strip().split("\n\n")
     return i <= len(parts) == N and re.match(rf"\s*{re.escape(first_word)}(?!\w)", parts[i - 1]) is not None
 
@@ -176,10 +170,10 @@ IFEVAL: dict[str, Callable[..., bool]] = {
 }
 
 RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
-    # Where these instructions say "N times", exactly N is meant.
+    # "N times" means exactly N in these instructions.
     "verify_keywords": lambda response, keyword_list: existence(response, keyword_list),
     "verify_keyword_frequency": lambda response, word, N: whole_words(word, response) == N,
-    # Also as parts of longer words.
+    # Forbidden also inside longer words.
     "validate_forbidden_words": lambda response, forbidden_words: not any(word.lower() in response.lower() for word in forbidden_words),
     # Case matters.
     "verify_letter_frequency": lambda response, letter, N: response.count(letter) == N,
@@ -194,7 +188,7 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_placeholders": lambda response, N: placeholders(response) >= N,
     "verify_bullet_points": lambda response, N: bullets(response) == N,
     "validate_title": title,
-    # As a whole word, with case: a is not A.
+    # Whole words, case-sensitive: a is not A.
     "validate_choice": lambda response, options: any(re.search(rf"(?<!\w){re.escape(option)}(?!\w)", response) for option in options),
     "validate_highlighted_sections": lambda response, N: highlights(response) >= N,
     "validate_sections": lambda response, N, section_splitter: sections(response.lower(), section_splitter.lower()) >= N,

@@ -1,4 +1,4 @@
-"""Parts of a response that instructions count: sentences, words, syllables."""
+"""Split text into the units that instructions count: sentences, words, syllables."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ ABBREVIATION = re.compile(
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
-"""Matches marks that end a sentence. A match starts only at the first mark of a run, for speed."""
 LONGEST_ABBREVIATION = 40
-"""Maximum characters before a full stop that are searched for an abbreviation."""
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
-"""Matches invisible characters, except zero-width joiners and non-joiners between emoji or letters of non-Latin scripts, where they have a
-meaning."""
+"""Invisible characters. Zero-width joiners match only next to Latin letters: elsewhere they have a meaning."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
-"""Maps letters and symbols that look blank to spaces."""
 
 MARKS = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] == "P"]
 NO_MARKS = str.maketrans(dict.fromkeys(MARKS, "") | dict.fromkeys("$+<=>^`|~", "") | dict.fromkeys("/–—―", " "))
@@ -33,12 +29,11 @@ VOWELS = "aeiouy"
 
 
 def visible(text: str) -> str:
-    """Remove invisible characters, which would split words or count as text."""
     return text if text.isascii() else UNSEEN.sub("", text).translate(BLANKS)
 
 
 def sentences(text: str) -> list[str]:
-    """Split at . ! ? before white space, except in abbreviations. Parts without a letter or digit belong to the previous sentence."""
+    """Split at . ! ? before white space, except in abbreviations. Parts without letters or digits join the previous sentence."""
     spans: list[tuple[int, int]] = []
     start = 0
     last = len(text.rstrip())
@@ -61,29 +56,26 @@ def sentences(text: str) -> list[str]:
 
 
 def end_mark(sentence: str) -> str:
-    """The last . ! or ? after the sentence's last word; empty if none."""
     tail = next((place for place in range(len(sentence), 0, -1) if sentence[place - 1].isalnum()), 0)
     return next((character for character in reversed(sentence[tail:]) if character in ".!?"), "")
 
 
 def words(text: str) -> list[str]:
-    """Split a text at white space, dashes (–, —) and slashes into lower-case words without punctuation. Hyphens and apostrophes do not
-    split: well-known and don't are single words."""
+    """Split into lower-case words without punctuation; hyphens and apostrophes do not split."""
     return [word for word in text.lower().translate(NO_MARKS).split() if any(character.isalnum() for character in word)]
 
 
 def whole_words(phrase: str, text: str) -> int:
-    """Number of times the phrase occurs in the text, as whole words, ignoring case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase.strip())}(?!\w)", text, re.IGNORECASE))
 
 
 def plain(text: str) -> str:
-    """The text without accents."""
+    """Remove accents."""
     return "".join(character for character in unicodedata.normalize("NFKD", text) if not unicodedata.combining(character))
 
 
 def syllables(word: str) -> int:
-    """Number of vowel groups, minus a silent e: a rough rule for English."""
+    """Count vowel groups, minus a silent e: a rough rule for English."""
     letters = "".join(character for character in plain(word.lower()) if character.isalpha())
     count = sum(is_vowel for is_vowel, _ in groupby(letters, lambda letter: letter in VOWELS))
     if letters.endswith("e") and not (letters.endswith("le") and letters[-3:-2] not in VOWELS) and letters[-2:-1] not in VOWELS:
@@ -94,10 +86,8 @@ def syllables(word: str) -> int:
 
 
 def every(parts: Sequence[Part], fits: Callable[[Part], object]) -> bool:
-    """True if there are parts, and all of them fit."""
     return bool(parts) and all(map(fits, parts))
 
 
 def neighbours(parts: Sequence[Part], fit: Callable[[Part, Part], object], least: int = 0) -> bool:
-    """True if there are at least `least` parts and every adjacent pair fits."""
     return len(parts) >= least and all(fit(one, two) for one, two in pairwise(parts))
