@@ -1,7 +1,7 @@
 """Ray actors of one role, called by passing the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-`all`: every rank; `one`: rank 0; `each`: every living rank, for independent ranks such as engines. `start_scatter`: shard i to all ranks of
-data-parallel rank i; `heads_scatter`: only to the first of them. `start_` variants do not wait.
+`all`: every rank; `one`: rank 0; `each`: living ranks of a cluster with independent ranks (engines). `start_scatter`: shard i to all ranks
+of data-parallel rank i; `heads_scatter`: only to the first. `start_` variants do not wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""For calls that run beside a worker's work: `until_death`, `place` (heartbeat) and `stacks`."""
+"""For calls beside a worker's work: `until_death`, `place` (heartbeat), `stacks`."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
     first: int | None = None
-    """Number of ranks that start with the cluster; None: all. The others wait for free devices, and count as lost until they start."""
+    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot, all with the same arguments, without waiting. The first call raises constructor errors."""
+    """Start one worker per slot. Does not wait: the first call raises constructor errors."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -112,7 +112,6 @@ class Cluster(Generic[W_co]):
 
     @property
     def actors(self) -> list[Any]:
-        """Ray handles in rank order."""
         return list(self.group.actors)
 
     @property
@@ -121,7 +120,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Living ranks. If none lives, raise RankFailed unless lost ranks are being replaced."""
+        """Living ranks. RankFailed if there are none and lost ranks are not replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -157,8 +156,7 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Call the method on all living ranks of a cluster of independent ranks. Returns results by rank, without ranks that die during the
-        call."""
+        """Call all living ranks, which must be independent. Returns results by rank, without ranks that die during the call."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -194,7 +192,7 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
-        """Send shard i to all ranks of data-parallel rank i. Returns the head ranks' results in shard order."""
+        """Send shard i to all ranks of data-parallel rank i. Returns the head ranks' results."""
         self._check_shards(method, shards)
         # Several ranks share one copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)
@@ -218,7 +216,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Call the method on the ranks in `args`; `collect` combines their results."""
+        """Call ranks with their `args`; `collect` combines the results."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 
@@ -231,7 +229,7 @@ class Cluster(Generic[W_co]):
         return Pending(self.group, method.__name__, calls, lambda values: {call.rank: call.value for call in calls if not call.lost})
 
     def _introduce(self) -> None:
-        """Before the first call: wait for all constructors, and tell every rank the address of rank 0."""
+        """Wait for all constructors, and tell every rank the address of rank 0."""
         if self.group.started:
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit

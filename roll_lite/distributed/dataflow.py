@@ -1,7 +1,7 @@
 """Batches whose tokens bypass the driver.
 
-A worker stores per-token columns as a block in Ray's object store. The driver holds only columns with one value per sample, and sends
-shards with references, which workers fetch. A block lives while a Batch or a shard refers to it.
+Workers store per-token columns as blocks in Ray's object store. The driver holds one value per sample and column, and sends shards with
+references. A block lives while a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank, with references instead of tokens."""
+    """Batch part of one data-parallel rank, with references instead of tokens."""
 
     rows: DataProto
     keys: tuple[str, ...]
@@ -86,7 +86,7 @@ class BatchShard:
 
 
 class Batch:
-    """Driver's view of a batch: `rows` holds one value per sample and column, blocks hold all per-token columns."""
+    """Driver's view of a batch: `rows` has one value per sample and column, blocks hold per-token columns."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         if SAMPLE not in rows:
@@ -102,7 +102,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Column -> for each batch row, (index in `_refs`, row in that object); NOWHERE where no block has the value."""
+        """Column -> (index in `_refs`, row in that object) of each batch row; NOWHERE if missing."""
         self.add(blocks)
 
     def __len__(self) -> int:
@@ -120,7 +120,6 @@ class Batch:
         return [*self.rows.keys(), *complete]
 
     def lacking(self, keys: Iterable[str]) -> np.ndarray:
-        """Indices of rows that lack any of these columns."""
         lacks = np.zeros(len(self), dtype=bool)
         for key in keys:
             if key not in self.rows:
@@ -152,7 +151,7 @@ class Batch:
             self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
-        """Split the batch into one shard per data-parallel rank. `parts`: row indices of each rank, possibly empty."""
+        """Split the batch into one shard per data-parallel rank. `parts`: row indices of each."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]

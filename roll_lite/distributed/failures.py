@@ -25,7 +25,7 @@ class RankFailed(RuntimeError):
         self.phase = phase
         self.cause = cause
         self.is_loss = is_loss
-        """True if the rank died or hung, so a restart may help; False if it raised an error."""
+        """True if the rank died or hung, so a restart may help."""
         self.where = ""
         """" on ADDRESS" in a cluster of several nodes, else empty."""
 
@@ -34,15 +34,13 @@ class RankFailed(RuntimeError):
 
 
 class MemberLost(Exception):
-    """Loss of a Fleet's member, such as an engine or reward worker."""
-
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         self.cause = cause
 
 
 class FleetDown(RuntimeError):
-    """Every member of a Fleet is dead. `place`: number of the member that died last."""
+    """Every member of a Fleet is dead. `place`: the last one's number."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -55,8 +53,6 @@ class FleetDown(RuntimeError):
 
 
 class ClusterDead(RuntimeError):
-    """Call to a cluster that has failed or been shut down."""
-
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(role, cause)
         self.role = role
@@ -71,12 +67,12 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if the error means the loss of a Fleet's member: a dead process, or MemberLost."""
+    """True if a Fleet's member is lost: a dead process, or MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if another rank's death may have caused the error: broken collectives raise RuntimeError or OSError."""
+    """True if another rank's death may be the cause: broken collectives raise RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
@@ -88,7 +84,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """One-line cause. `name`: prefix, if the error does not name the failed process."""
+    """One-line cause. `name`: the failed process, if the error does not name it."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -98,7 +94,7 @@ def cause_of(error: BaseException, name: str = "") -> str:
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """One-line cause, followed by the remote traceback or the end of a dead process's log."""
+    """One-line cause, then the remote traceback or the end of a dead process's log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         is_loss = isinstance(error.cause, MemberLost | FleetDown)
@@ -120,7 +116,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log, skipping those that only refer to a "root cause above"."""
+    """Last exception in the rank's log, except references to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -1,6 +1,6 @@
 """Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost.
 
-A fleet belongs to one event loop. Training ranks, which all end when one dies, form a `RankGroup` instead.
+A fleet belongs to one event loop. Training ranks, which die together, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SILENCE_SECONDS = 10.0
 
 
 class Member(Protocol):
-    """Engine, reward worker or server in a Fleet, with one or several processes."""
+    """Engine, reward worker or server: one or several processes."""
 
     name: str
 
@@ -30,7 +30,7 @@ class Member(Protocol):
         ...
 
     async def until_lost(self) -> str:
-        """Wait until the member dies and return the cause. Called once after every start."""
+        """Wait until the member dies; return the cause. Called after every start."""
         ...
 
     def kill(self) -> None:
@@ -45,11 +45,10 @@ class SlowStart(MemberLost):
 @dataclass(frozen=True)
 class Policy:
     start_timeout_s: float | None
-    """Of one attempt; None: unlimited."""
+    """Time limit per attempt; None: unlimited."""
     restarts: int | None = None
-    """Maximum per member; None: unlimited."""
+    """Limit per member; None: unlimited."""
     attempts: int = 3
-    """Attempts at each restart."""
     path: str = ""
 
 
@@ -80,10 +79,10 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Start and watch members (engines, reward workers, ...), and restart lost ones.
+    """Starts and watches members (engines, reward workers, ...), and restarts lost ones.
 
-    `serve(member)` runs after each start; it is cancelled when the member is lost, and its return counts as a loss. `lost(member, cause)`
-    is called at each loss, before the restart; an exception in it ends the fleet. `down(error)` is called once, when no member is left.
+    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
+    the fleet. `down(error)` is called once, when no member is left.
     """
 
     def __init__(
@@ -148,14 +147,13 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Member number -> cause, for members lost and not yet serving again."""
+        """Member number -> cause, for members not yet serving again."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
         await self._until(lambda: self.state(member) in states)
 
     async def in_service(self) -> None:
-        """Wait until a member serves. Raises FleetDown if none is left."""
         await self._until(lambda: self.end is not None or bool(self.serving))
         if self.end is not None:
             raise self.end
@@ -168,7 +166,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Mark the member busy inside the block. Waits while a `drained` block runs."""
+        """Mark the member busy inside the block; waits for the end of `drained` blocks."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -180,7 +178,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Wait until no member is busy or starting, and keep all idle inside the block. Lost members restart after the block."""
+        """Keep all members idle inside the block, once none is busy or starting. Lost members restart after the block."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
@@ -285,6 +283,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Poll an idle member by `ask`. Returns a message when an answer takes longer than SILENCE_SECONDS."""
+    """Poll an idle member by `ask`. Returns a message if an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

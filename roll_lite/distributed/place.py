@@ -1,4 +1,4 @@
-"""Place (node and pid) of an actor's process, and a base class of Fleet members that are one actor each."""
+"""Place (node and pid) of an actor's process, and a base class of Fleet members that are single actors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Processes on this node, at `places` or their children, that are stopped by SIGSTOP."""
+    """Local processes, at `places` or their children, that are stopped by SIGSTOP."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -63,7 +63,7 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors. Stopped (SIGSTOP) processes at `places` ignore ray.kill, so they are killed directly if on this node."""
+    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill, so local ones at `places` are killed directly."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):
@@ -74,15 +74,14 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 
 LOOK_SECONDS = 2.0
-"""Poll interval for a running process."""
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""Consecutive polls that must find a process stopped, and their interval. A merely slowed process runs at some of them."""
+"""Consecutive polls that must find a process stopped, and their interval: a merely slow process runs at some."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 """Role by class name of the workers that the rollout service starts."""
 
 
 def member_places() -> list[tuple[str, int, Place]]:
-    """(role, number, place) of each living reward and environment worker of this run, oldest first; asks Ray."""
+    """(role, number, place) of this run's living reward and environment workers, oldest first."""
     if not ray.is_initialized():
         return []
     job = ray.get_runtime_context().worker.current_job_id
@@ -97,10 +96,10 @@ def member_places() -> list[tuple[str, int, Place]]:
 
 
 class ActorMember(ABC):
-    """Fleet member that is one actor without devices. The actor's class must have methods `prepare` and `place`."""
+    """Fleet member that is one actor without devices. The actor needs methods `prepare` and `place`."""
 
     nodes: ClassVar[Sequence[str]] = ()
-    """Node ids on which members start, in turn; empty: Ray chooses."""
+    """Node ids for members, in turn; empty: Ray chooses."""
     _started: ClassVar[Iterator[int]] = count()
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
@@ -130,7 +129,7 @@ class ActorMember(ABC):
         return f"{self.name}: {await first_of(silent, self._until_stopped())}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process is stopped (SIGSTOP). Only on this node; needed since busy processes are not asked for answers."""
+        """Wait until the process is stopped (SIGSTOP), only on this node: busy processes are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -1,7 +1,7 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
-Devices are numbered across all nodes; roles that list the same number share the device. One placement group holds all devices, so a run
-gets all or none. `placement.nodes` fixes the node of each device; otherwise Ray chooses as few nodes as possible.
+Devices are numbered across nodes; roles that list the same number share the device. One placement group holds all devices.
+`placement.nodes` fixes each device's node; otherwise Ray chooses as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ class PlacementTimeout(TimeoutError):
 class Slot:
     strategy: Any = None
     local_rank: int = 0
-    """Index of the worker's first device among those it sees: 0 on GPUs; on CPUs the slot's number within the node."""
+    """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """Placement group of a worker that waits for free devices; None if the run already holds its devices."""
+    """Placement group of a worker that waits for free devices; else None."""
     own_gpus: int = 0
-    """Number of GPUs in `reserved`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Slots in rank order. A worker gets consecutive devices; workers on the same device have consecutive ranks."""
+        """Slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -82,7 +81,7 @@ class Placement:
         return [slot for own in slots for slot in own]
 
     def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
-        """Slots of each worker, in rank order: one per node that the worker spans."""
+        """Slots of each worker, one per node that it spans."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -103,11 +102,10 @@ class Placement:
         return slot
 
     def nodes_by_role(self) -> dict[str, set[str]]:
-        """Role -> ids of its nodes."""
         return {role: {self.devices[number].node for number in numbers} for role, numbers in self.roles.items()}
 
     def later_slot(self, devices: int) -> Slot:
-        """Slot for a worker that starts once a node has `devices` free GPUs (or cores, without GPUs)."""
+        """Slot for a worker that starts once a node has `devices` free GPUs (or cores)."""
         group = placement_group([{self._kind: devices}])
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return Slot(strategy, reserved=group, own_gpus=devices if self._kind == "GPU" else 0)
@@ -118,7 +116,7 @@ class Placement:
 
 
 def draining_nodes() -> set[str]:
-    """Ids of nodes that will leave the cluster; empty if Ray does not answer in time."""
+    """Ids of nodes that will leave the cluster; empty if Ray does not answer."""
     from ray._private.worker import global_worker  # Ray has no public call for this.
 
     try:
@@ -148,7 +146,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core per slot, at most 1, with which each node's slots fit into its free cores. `counts`: slots by node id."""
+    """Largest share of a core per slot, at most 1, with which slots fit into each node's free cores. `counts`: slots by node id."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -166,7 +164,6 @@ class Node:
     id: str
     address: str
     devices: float
-    """Number of GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:
@@ -186,14 +183,14 @@ class _Wanted:
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on any nodes. Returns the placement group and all node ids in order."""
+    """Reserve devices on any nodes. Returns (placement group, node ids in order)."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on the configured nodes; choose other Ray nodes if another job takes the devices first."""
+    """Reserve devices on configured nodes; choose Ray nodes again if another job takes them."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -223,8 +220,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each node number the first Ray node with enough room that leaves enough room for later numbers; None if impossible. `room`:
-    free devices by Ray node; `wanted`: devices by node number."""
+    """Assign each node number the first Ray node with enough room that leaves room for later numbers; else None. `room`: free devices by
+    Ray node. `wanted`: devices by node number."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -245,7 +242,7 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each device; empty: any."""
+    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each device, if fixed."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
@@ -281,7 +278,7 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key for GPU numbers or, if `CUDA_VISIBLE_DEVICES` lists them, UUIDs."""
+    """Sort key for GPU numbers; UUIDs are possible too."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one cluster (RankGroup), and the process-wide watch for dead and silent ranks (WATCH)."""
+"""Ranks of one cluster (RankGroup), and the watch for dead and silent ranks (WATCH)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Pulse:
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """Node and pid of the rank's process; None before the first call to the cluster."""
+        """Node and pid; None before the first call to the cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Poll for an answer. Returns the seconds waited, not counting time in which this process did not poll."""
+        """Poll for an answer. Returns the seconds waited, without pauses of this process."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -55,7 +55,7 @@ class Pulse:
 class RankGroup:
     """Ranks of one cluster, as Ray actors. If one dies, all are killed, unless they are independent (`live_alone`).
 
-    `watch`: Ray options for liveness calls, which run beside a rank's work; None: unwatched.
+    `watch`: Ray options for liveness calls; None: unwatched.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankGroup:
         self.replaceable: set[int] = set()
         """Ranks to be restarted when lost."""
         self.first = len(self.actors) if first is None else first
-        """Number of ranks that start with the group; the others count as lost until they start."""
+        """Number of ranks that start with the group; others count as lost until then."""
         self._make = make
         self._lost = dict.fromkeys(range(self.first, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
@@ -87,9 +87,7 @@ class RankGroup:
         self.pulses: list[Pulse] = []
         """By rank; empty if unwatched."""
         self.started = False
-        """True once all constructors have run."""
         self.end: str | None = None
-        """Cause of the group's death; None while it lives."""
         self._watch_options = watch
         self._watch()
 
@@ -110,7 +108,6 @@ class RankGroup:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Dead rank -> cause, in a group of independent ranks."""
         open_ones = {ref: rank for ref, rank in self.deaths.items() if rank not in self._lost} if self.live_alone else {}
         ready, _ = ray.wait(list(open_ones), num_returns=len(open_ones), timeout=0, fetch_local=False) if open_ones else ([], [])
         for ref in ready:
@@ -124,7 +121,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start and return a replacement of a lost rank, which counts as lost until `regain`."""
+        """Start and return a replacement, which counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
@@ -137,14 +134,13 @@ class RankGroup:
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
     def regain(self, rank: int, place: Place) -> None:
-        """Mark a lost rank as living: its replacement runs at `place`."""
+        """Mark a replaced rank as living, at `place`."""
         assert self._watch_options is not None
         self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
         self.pulses[rank].place = place
         del self._lost[rank]
 
     def living_pulses(self) -> list[tuple[int, Pulse]]:
-        """Heartbeats of ranks not known to be lost, as (rank, pulse)."""
         return [(rank, pulse) for rank, pulse in enumerate(self.pulses) if rank not in self._lost]
 
     def check(self) -> None:
@@ -159,7 +155,7 @@ class RankGroup:
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new processes on the same devices, once the old processes and their device memory are gone."""
+        """Replace all ranks by new processes on the same devices, once the old ones are gone."""
         assert self._make is not None and not self.live_alone
         self.kill("it starts anew")
         if self.deaths:
@@ -176,7 +172,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Oldest first. Weak references, so that dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak references, so that dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
         """Groups whose deaths are not reported inside an `overlooking` block."""
         self.errands: dict[str, Callable[[], None]] = {}
@@ -199,24 +195,22 @@ class LivenessWatch:
                 errand()
 
     def places(self) -> dict[tuple[str, int], Place]:
-        """(group name, rank) -> place, if known."""
         found = ((group.name, rank, pulse.place) for group in self.groups for rank, pulse in enumerate(group.pulses))
         return {(name, rank): place for name, rank, place in found if place is not None}
 
     def where(self, name: str, rank: int) -> str:
-        """Return " on ADDRESS" for a rank; empty if unknown or if all ranks share one node."""
+        """Return " on ADDRESS" for a rank, or "" if unknown or on the only node."""
         places = self.places()
         place = places.get((name, rank))
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Reference -> (group, rank), for ranks whose death ends their group. A reference becomes ready when its rank dies."""
+        """Reference -> (group, rank), if the rank's death ends its group. References become ready at death."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
     @contextmanager
     def overlooking(self, names: Sequence[str]) -> Iterator[None]:
-        """Delay reports of deaths in these groups until after the block."""
         before, self.overlooked = self.overlooked, names
         try:
             yield
@@ -225,7 +219,7 @@ class LivenessWatch:
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """Limit the time for heartbeat answers inside the block; None or 0: unlimited."""
+        """Limit the time of heartbeat answers inside the block; None or 0: unlimited."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -233,8 +227,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """(group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`; else None. Time between calls hardly
-        counts."""
+        """(group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`, else None."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

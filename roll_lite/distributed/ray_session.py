@@ -1,4 +1,4 @@
-"""Ray cluster of a run: attach to an address, or start a private local cluster that leaves nothing behind."""
+"""Ray cluster of a run: attach to an address, or start a private local cluster."""
 
 from __future__ import annotations
 
@@ -69,12 +69,11 @@ class RaySession:
     log_folder: Path | None
     """Folder for the workers' output; None: Ray's own."""
     other_nodes: list[str] = field(default_factory=list)
-    """Ids of the run's nodes except the driver's."""
 
 
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
-    """Attach to a Ray cluster, or start a private one, for the block. Sessions cannot be nested."""
+    """Attach to a Ray cluster, or start a private one, for the block."""
     check_version(ray.__version__)
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
@@ -115,7 +114,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """False if the cluster accepts callers without a token. There, a driver with a token would lose all its actors."""
+    """False if the cluster accepts callers without a token: there, a driver with a token would lose its actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -129,7 +128,7 @@ def _may_want_token(address: str) -> bool:
 
 
 def use_token() -> None:
-    """Use Ray's token if one exists and RAY_AUTH_MODE is unset, as Ray does for address `auto`."""
+    """Use Ray's token if one exists and RAY_AUTH_MODE is unset."""
     setup = ray._private.authentication.authentication_token_setup
     setup.logger.disabled = True  # it would warn that the token is used
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -155,7 +154,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: the cluster recorded by `ray start`, else the only one on this machine, not counting private clusters of runs."""
+    """Address for `auto`: the cluster recorded by `ray start`, else the only one on this machine except private ones."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -177,7 +176,7 @@ def _raylets() -> list[tuple[psutil.Process, str]]:
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends at once. Skipped with TLS."""
+    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends first. Skipped with TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -227,7 +226,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap orphans: Ray makes this process inherit the children of killed workers. `own`: children reaped by others."""
+    """Reap orphans: this process inherits the children of killed workers. `own`: children reaped by others."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -257,9 +256,9 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Runtime environment with the driver's import path, so that workers find a checkout or a user's reward functions.
+    """Runtime environment with the driver's import path, for checkouts and users' reward functions.
 
-    Other nodes need these folders on a shared file system; otherwise they use the installed package.
+    Other nodes need these folders on a shared file system.
     """
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
@@ -279,7 +278,7 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, inside the block. Processes started there inherit them."""
+    """Set environment variables, and unset those in `without`, inside the block."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:
@@ -309,7 +308,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Unique name of a process: pid, start time and pid namespace, since pids are reused."""
+    """Unique process name, since pids are reused: pid, start time, pid namespace."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 

@@ -1,8 +1,8 @@
-"""Guard process: cleans up after a driver's Ray session and records the driver's death.
+"""Guard process that cleans up after a driver's Ray session.
 
-Ray's processes die with their driver, but not all their children. When the driver ends, the guard kills every process that has the
-session's mark in its environment or open files of the session, then removes the session's folder. Two guards run, in case one is killed
-with the driver. Every Ray worker imports this file (`keep_exit_codes`), so it uses only the standard library.
+Not all children of Ray's processes die with the driver. When the driver ends, the guard kills every process with the session's mark in its
+environment or with open files of the session. Two guards run, in case one is killed with the driver. Every Ray worker imports this file, so
+it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ FOLDER_SECONDS = 1.0
 def keep_exit_codes() -> None:
     """Restore the default handling of SIGCHLD.
 
-    Ray 2.60 with its subreaper ignores SIGCHLD, so the kernel drops exit codes and subprocess reports 0 for every child. With the default
-    handling, adopted orphans stay zombies until the worker ends.
+    Ray 2.60 with its subreaper ignores SIGCHLD, so subprocess reports exit code 0 for every child. With the default handling, adopted
+    orphans stay zombies until the worker ends.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Pids of this user's processes with the session's mark in their environment. If a process title has overwritten the environment: Ray
-    processes with open files of the session."""
+    """Pids of this user's processes with the session's mark in their environment, and of Ray processes with open files of the session: a
+    process title may overwrite the environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -63,8 +63,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans find none: a dying process may still start another, and a process in exec shows an
-    empty environment."""
+    """Kill the session's processes until several scans find none: a dying process may start another, and the environment is empty during
+    exec."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -80,7 +80,7 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Return True if the driver reported its end, False if it died. Two guards run this and watch each other."""
+    """Return True if the driver reported its end, False if it died. The two guards also watch each other."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:
@@ -133,7 +133,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard. Returns in both processes: (pidfd of the other guard, whether the caller is the new one)."""
+    """Fork a second guard. Returns in both: (pidfd of the other guard, whether this is the new one)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -1,7 +1,7 @@
-"""Watchdog of the driver: time limits of phases, and a thread in case the main thread is stuck.
+"""Watchdog of the driver: time limits of phases, and a thread for a stuck main thread.
 
-Normally the driver's waits (pending.py) notice a passed limit or a lost Ray session. If a call into Ray never returns, the thread records
-the run's end and kills the process.
+Waits in pending.py notice a passed limit or a lost Ray session. If a call into Ray never returns, the thread records the run's end and
+kills the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""Seconds for the main thread to act on a passed limit before the watchdog kills the process."""
+"""Seconds for the main thread to act on a passed limit before the process is killed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Preempted(BaseException):
 
 
 class Watchdog:
-    """Time limits and Ray processes of the driver; WATCHDOG is the only instance."""
+    """Time limits and Ray processes of the driver."""
 
     def __init__(self) -> None:
         self._limits: list[Limit] = []
@@ -60,14 +60,14 @@ class Watchdog:
         self.silence_s: float | None = None
         """Seconds that a process may stay stopped (SIGSTOP); None: unlimited."""
         self.preempted_at: float | None = None
-        """Time (monotonic) of a SIGTERM, which the next wait raises as Preempted; None: none came."""
+        """Monotonic time of a SIGTERM, which the next wait raises as Preempted."""
         self._keeps_on = False
 
     # ------------------------------------------------------------ limits
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """Limit the block to `seconds`; None or 0: unlimited. `setting`: the limit's YAML path, for messages; default: limits.<phase>."""
+        """Limit the block to `seconds`; None or 0: unlimited. `setting`: the limit's YAML path; default: limits.<phase>."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
@@ -92,7 +92,7 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """Raise SessionLost or Preempted, if due. The main thread calls this in every wait."""
+        """Raise SessionLost or Preempted, if due. Called by every wait of the main thread."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)
@@ -117,7 +117,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the watchdog thread inside the block. If the main thread is stuck, the thread calls `give_up(cause)` to end the process."""
+        """Run the watchdog thread inside the block. If the main thread is stuck, call `give_up(cause)` to end the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

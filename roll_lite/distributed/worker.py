@@ -39,10 +39,9 @@ class Address:
 
 
 class Worker:
-    """Worker with synchronous methods, which run one at a time on a thread that is not the main one.
+    """Worker with synchronous methods, which run one at a time, not on the main thread.
 
-    The cluster sets RANK, WORLD_SIZE and LOCAL_RANK. A worker that needs the main thread sets `watched = False`; its death is then noticed
-    only at the next call.
+    A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
     """
 
     watched: ClassVar[bool] = True
@@ -88,7 +87,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """None without a strategy: each rank is then a data-parallel rank."""
+        """Return the strategy's layout; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
@@ -131,7 +130,7 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """Store of the process group. `listener`: rank 0's socket, taken over; None on other ranks."""
+    """Store of the process group. `listener`: rank 0's socket; None on other ranks."""
     # torch takes seconds to import, and workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -147,7 +146,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Bind a free port and return the socket. Only a server with SO_REUSEADDR can then bind the port."""
+    """Socket that reserves a free port; only a server with SO_REUSEADDR can bind it too."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, 0))
@@ -155,14 +154,14 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def use_interface_of(host: str) -> None:
-    """Make gloo use the network interface of this address. gloo's default, the host name, often does not resolve in containers."""
+    """Make gloo use this address's network interface. gloo's default, the host name, often does not resolve in containers."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def freeze_heap() -> None:
-    """Exclude all existing objects from garbage collection: with an engine loaded, a full collection takes 0.25 s."""
+    """Exclude existing objects from garbage collection: with an engine loaded, a full collection takes 0.25 s."""
     gc.collect()
     gc.freeze()
 
@@ -185,7 +184,7 @@ def redirect_output() -> None:
 
 
 def other_stacks() -> str:
-    """Stack traces of this process's threads, except Ray's and those waiting for calls."""
+    """Stack traces of other threads, except Ray's and idle ones."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

@@ -52,7 +52,6 @@ class RankLayout:
 
     @staticmethod
     def of_copy(rank: int, world_size: int) -> RankLayout:
-        """Layout of a rank that holds the whole model."""
         return RankLayout(rank, world_size, rank, world_size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)
 
 
@@ -68,8 +67,7 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Origin of a value model's weights. "actor": the actor's model with a value head of zeros. "reward_model" and "path": a checkpoint with a
-value head."""
+"""Source of a value model's weights. "actor": the actor's model with a value head of zeros; else a checkpoint with a value head."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +76,14 @@ class ModelSpec:
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
     optimizer: OptimizerConfig | None = None
-    """None: the model only runs forward passes."""
+    """Optimizer settings; None: the model only runs forward passes."""
     total_updates: int | None = None
     """Optimizer steps of the whole run, for learning rate decay."""
     balance_coef: float = 0.0
-    """Weight of the expert load-balancing loss."""
     value_init: ValueInit | None = None
-    """None for a language model."""
+    """Source of a value model's weights; None: language model."""
     lora: LoraConfig | None = None
-    """None: train all weights."""
+    """Adapters to train; None: all weights."""
     ema_decay: float | None = None
     """Decay of the weights' moving average; None: no average."""
     seed: int = 1
@@ -109,19 +106,18 @@ class Moved:
 
     freed_bytes: int = 0
     out_bytes: int = 0
-    """Bytes copied to the host, without state that is dropped or whose host copy is still valid."""
+    """Bytes copied to the host. Dropped state and state with a valid host copy do not count."""
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
-    """Seconds spent waiting for loads to the device, without background copies."""
+    """Seconds spent waiting for loads, without background copies."""
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Loss of a micro-batch: (sum of weight * token loss, sums of metrics). Weights are normalized over the mini-batch, so results add up over
-micro-batches and ranks."""
+"""Loss of a micro-batch: (sum of weight * token loss, metric sums). Both add up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +147,9 @@ class TrainResult:
 
 
 class ForwardStrategy(ABC):
-    """Model for forward passes, sharded over a cluster's ranks. All ranks must call its methods in the same order."""
+    """Model for forward passes, sharded over a cluster's ranks, which must call its methods in the same order."""
 
     needs_process_group: ClassVar[bool] = True
-    """True if `initialize` needs a process group."""
     pads_rows: ClassVar[bool] = False
     """True if rows are padded to the longest of their micro-batch; False if packed."""
     layout: RankLayout
@@ -167,16 +162,16 @@ class ForwardStrategy(ABC):
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
         """Divide this rank's rows, of `lengths` tokens, into micro-batches.
 
-        `together`: collective over data-parallel ranks, which get equal numbers of micro-batches. Otherwise each replica plans alone.
+        `together`: collective over data-parallel ranks, for equal numbers of micro-batches; else each replica plans alone.
         """
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None.
 
-        Outputs: log_probs, entropy, distribution; with a value head values, final_value; with experts `experts` (ids chosen by routers).
-        Here and in train_step, optional columns apply: `temperature` divides logits, `kept_ids` restricts the softmax (plus the target
-        token), `old_experts` or `rollout_experts` are replayed by routers.
+        Outputs: log_probs, entropy, distribution; with a value head values, final_value; with experts `experts` (chosen ids). Optional
+        batch columns, also in train_step: `temperature` divides logits, `kept_ids` restricts the softmax, `old_experts` or
+        `rollout_experts` are replayed.
         """
 
     @abstractmethod
@@ -190,7 +185,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Handle of this rank's part of a checkpoint, written already; subclasses write in the background."""
+    """Handle of this rank's checkpoint files, written already; subclasses write in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -201,21 +196,20 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until this rank's files are on disk (collective). Returns their records by path, each file on one rank only. RuntimeError if
-        writing failed."""
+        """Wait until the files are on disk (collective). Returns records by path, each file on one rank only. RuntimeError if writing
+        failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
 
 
 StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
-"""Bytes of a rank's tensors, learning rates and step counts, random state."""
+"""Tensor bytes; learning rates and step counts; random state."""
 
 
 class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
-        """Run one optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch of the plan, even empty
-        ones."""
+        """Run one optimizer step on this data-parallel rank's rows. `loss_fn` is called for every micro-batch, even empty ones."""
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -223,17 +217,16 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan of the tensors sent to engines, equal on every rank: weights with merged adapters, or adapters only (lora.engines
-        "adapter")."""
+        """Plan of the tensors sent to engines, equal on every rank: merged weights, or only adapters (lora.engines "adapter")."""
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket of the plan (collective). Returns the tensors on the sending rank, None on others. They may share the model's
-        memory, so they are valid only until training continues."""
+        """Gather one bucket (collective). Returns tensors on the sending rank, None on others. They may share the model's memory, so they
+        are valid only until training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksums of this rank's weights. Keys name a tensor and its shard; ranks with an equal key must have equal checksums."""
+        """Checksums of this rank's weights by tensor and shard. They must agree between ranks with the same key."""
 
     @property
     @abstractmethod
@@ -261,8 +254,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
-        """Save weights, or their moving average, as Hugging Face safetensors with config and tokenizer. Returns files written by this
-        rank."""
+        """Save weights, or their moving average, as a Hugging Face model. Returns files written by this rank."""
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
@@ -292,7 +284,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """Node of a multi-node engine. Node 0 takes requests and calls all workers; other nodes only run workers."""
+    """Node of a multi-node engine. Only node 0 takes requests."""
 
     nodes: int
     number: int
@@ -312,19 +304,18 @@ class EngineSpec:
     silence_s: float | None = None
     """Seconds that an engine process may be stopped (SIGSTOP) before the engine counts as dead; None: unlimited."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum timeout of an engine step in seconds; long steps raise it. None: unlimited; "auto": by device."""
+    """Minimum timeout of an engine step in seconds; long steps raise the timeout. None: unlimited; "auto": by device."""
     columns: tuple[str, ...] = ()
-    """Extra columns of completions (keys of EXTRA_COLUMNS in workers/token_blocks.py)."""
+    """Extra columns of completions (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
     """Number of engine replicas that share this engine's device."""
     lora: LoraConfig | None = None
-    """LoRA settings if weight updates send only adapters; else None."""
+    """LoRA settings if weight updates send only adapters."""
     sleep: Sleep = "with_copy"
 
     @property
     def reports_experts(self) -> bool:
-        """True if completions include expert choices (Completion.experts)."""
         return "rollout_experts" in self.columns
 
 
@@ -355,14 +346,14 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
-        """Start a request. The future returns a completion even after errors and aborts; cancelling the future aborts the request.
+        """Start a request. The future returns a completion even after errors and aborts; cancelling the future aborts.
 
         `report` is called soon after the engine starts the request, then every few seconds with new tokens.
         """
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort requests (None: all), which return the tokens generated so far. Unknown ids are ignored."""
+        """Abort requests (None: all), which return their tokens. Unknown ids are ignored."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None: ...
@@ -372,8 +363,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Connect the engine's workers to the trainers' new transfer group (collective), and leave the previous one. `first_member`: member
-        number of the engine's first worker."""
+        """Move the engine's workers to the trainers' new transfer group (collective). `first_member`: the first worker's member number."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -381,7 +371,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket. `following`: routes of the next bucket, which may arrive meanwhile."""
+        """Receive and load one bucket. `following`: routes of the next bucket, which may already arrive."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
@@ -390,8 +380,7 @@ class InferenceStrategy(ABC):
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
         """Receive a whole weight update while trainers run `WeightSender.send`.
 
-        After a TransferError, the engine continues with its old weights. If some are already overwritten, it stays frozen until a complete
-        update.
+        After a TransferError, the engine keeps its old weights or, if some are overwritten, stays frozen until a complete update.
         """
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)
@@ -404,8 +393,8 @@ class InferenceStrategy(ABC):
         """Checksums by Hugging Face tensor name (None: all)."""
 
     async def trace(self, prefix: str | None) -> list[str]:
-        """Start torch's profiler in the engine's workers or, with a prefix, write its traces to PREFIX-NUMBER.json.gz. Returns an error
-        text per worker, empty on success."""
+        """Start torch's profiler in the workers or, with a prefix, write traces to PREFIX-NUMBER.json.gz. Returns an error text per worker,
+        empty on success."""
         return []
 
     @abstractmethod
@@ -415,7 +404,7 @@ class InferenceStrategy(ABC):
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """Free device memory: weights move to the host or are dropped (EngineSpec.sleep), the KV cache is dropped. Running requests are
-        aborted; new ones wait until every part is loaded."""
+        aborted; new ones wait for a full load."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...

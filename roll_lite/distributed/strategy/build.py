@@ -1,4 +1,4 @@
-"""Build strategies from the configuration, and check engine arguments. torch, frameworks and engines are imported only when built."""
+"""Building of strategies, and checks of engine arguments. torch, frameworks and engines are imported only when built."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks share a process group, so that a single rank cannot be replaced."""
+    """True if all ranks share a process group, so that none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -54,7 +54,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine; imports only the selected one, since vLLM and SGLang cannot be installed together."""
+    """Build an engine. Imports only one engine: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -69,8 +69,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Settings of one of several engines that share a GPU equally. `place`: number of earlier-starting engines on the GPU. vLLM's memory
-    setting is a fraction of the whole GPU, SGLang's of free memory."""
+    """Settings of one of several engines on a GPU. `place`: number of engines that start earlier. vLLM's memory setting is a fraction of
+    the GPU, SGLang's of free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -90,7 +90,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine argument -> configuration key to use instead. Judges may use these arguments: their weights are never updated."""
+"""Engine argument -> configuration key to use instead. Judges may use these arguments."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -112,8 +112,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`own`: arguments set by roll_lite. `settings`: argument -> configuration key to use instead. `known`: the engine's argument names; if
-    empty (not installed), unknown arguments pass."""
+    """`own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not
+    checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -125,8 +125,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Field names of classes in an installed package, parsed from source because importing takes seconds. `places`: (file pattern, class;
-    None: all). Empty if a file or class is missing."""
+    """Field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class; None: all).
+    Empty if a file or class is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

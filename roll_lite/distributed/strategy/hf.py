@@ -15,8 +15,6 @@ OUTPUTS = ["final_value"]
 
 
 class HfRewardStrategy(ForwardStrategy):
-    """Reward model for forward passes. Needs RANK and WORLD_SIZE (on GPUs also LOCAL_RANK)."""
-
     needs_process_group = False
     pads_rows = True
 

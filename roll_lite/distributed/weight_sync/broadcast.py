@@ -1,7 +1,7 @@
-"""Weight transport by collective broadcast: gloo between hosts, NCCL between GPUs.
+"""Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
 Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket, because a
-collective cannot tell which member is missing. After a failure, broadcast threads are abandoned: only their own timeout ends them.
+collective cannot tell which member is missing. After a failure, broadcast threads are abandoned until their own timeout.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Store for gloo's address exchange whose waits also end when another member fails."""
+    """Address store for gloo whose waits also end when another member fails."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Disable torch's NCCL watchdog for process groups created in the block: it would kill this process when a peer dies."""
+    """Disable torch's NCCL watchdog, which would kill this process when a peer dies, for process groups created in the block."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
@@ -195,7 +195,7 @@ class _Broadcasts:
 
 
 def _own_address(host: str, port: int) -> str:
-    """IP address of this machine on its route to the rendezvous. The host name, gloo's default, is often unreachable."""
+    """IP address of this machine on its route to the rendezvous: gloo's default, the host name, is often unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -281,8 +281,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver that gets each bucket once per machine: the first worker receives into shared memory, the other workers read it
-    there."""
+    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which the others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
@@ -306,7 +305,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Route from this machine's first receiver to its other receivers."""
+        """Route from this machine's first receiver to its others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

@@ -154,7 +154,7 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank. Gathering is collective: every rank makes the same calls, even a rank that sends nothing."""
+    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls."""
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
         self._strategy = strategy
@@ -162,25 +162,25 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """GPU memory exported to members of earlier transfer groups; see `memory.take_back`."""
+        """GPU memory exported in earlier transfer groups; see `memory.take_back`."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """Bytes sent by this rank per update, by transport. A broadcast counts once for all receivers."""
+        """Bytes sent per update, by transport. A broadcast counts once for all receivers."""
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Start the rendezvous store in this process and return its port."""
+        """Start the rendezvous store; return its port."""
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Leave the previous transfer group and join a new one. Ranks that send no tensors do not join."""
+        """Replace the transfer group. Ranks that send no tensors do not join."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
@@ -220,7 +220,7 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of named tensors sent by this rank, in the dtype sent. Collective over training ranks."""
+        """Checksums by tensor name, in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -245,7 +245,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Weight receiver of an engine worker. Arguments are plain types, because they pass through the engine's RPC."""
+    """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, set_aside: bool = False) -> None:
         """`set_aside`: store loaded tensors and leave the model unchanged until `finish`."""
@@ -255,10 +255,9 @@ class WeightReceiver:
         self.touched = False
         """True while the model holds a partial update, so its weights are a mix of old and new."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds spent waiting for buckets (`receive`) and loading them (`load`)."""
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
-        """Leave the previous transfer group, drop an unfinished update, and join a new group as member `number`."""
+        """Replace the transfer group, as member `number`; an unfinished update is dropped."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
@@ -274,8 +273,8 @@ class WeightReceiver:
     ) -> None:
         """Receive one bucket and load it while the following bucket is in flight.
 
-        `begin(again)` is called when the update's first bucket has arrived; `again`: an earlier update failed halfway. `all_say(ok)` is a
-        logical-AND all-reduce over the engine's workers: a bucket is loaded only if every worker received it.
+        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway. `all_say(ok)`
+        returns True if all workers of the engine pass True: only then is the bucket loaded.
         """
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")

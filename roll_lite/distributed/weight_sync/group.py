@@ -1,6 +1,6 @@
-"""Transfer group: training ranks and engine workers that announce weight buckets to each other through a rendezvous store.
+"""Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a group with a higher epoch takes over. Members of an older epoch get StaleEpoch.
+When engines join or leave, a group with a higher epoch replaces this one, whose members get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -60,20 +60,19 @@ def uuid_of(number: int) -> str:
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
-"""Growth factor of the pause between polls."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Key written only by `interrupt`; _EPOCH is written only by member 0. With one writer per key, an epoch never decreases."""
+"""Key written only by `interrupt`; _EPOCH only by member 0. With one writer per key, an epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Store keys of step n are deleted at step n + 2, when no member still reads them."""
+"""Store keys of step n are deleted at step n + 2: all members have read them."""
 
 
 class TransferError(RuntimeError):
-    """Weight transfer failed; the group is unusable, and all members must connect again."""
+    """Weight transfer failed. All members must connect again."""
 
 
 class TransferTimeout(TransferError):
@@ -92,9 +91,7 @@ class Transferred:
     """Cause of failure, possibly in another member; None: success."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes sent, by transport; empty for an engine."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds spent sending, without gathering."""
     stale: bool = False
     """True if only another member failed."""
 
@@ -108,11 +105,11 @@ class Pushed:
     version: int
     megabytes: float
     seconds: float
-    """Until the last engine had the new weights."""
+    """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker, by phase. Phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent, by transport. A broadcast counts once for all receivers."""
+    """Megabytes sent. A broadcast counts once for all receivers."""
     transport_seconds: Mapping[str, float]
     """Seconds of the slowest trainer rank."""
 
@@ -127,18 +124,17 @@ def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Announcement:
     signature: str
-    """Tensor count, bytes and layout checksum of a bucket. Members compare signatures to detect that they are at different buckets."""
+    """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle of the sender's segment. In a `done` announcement: space-separated handles that the receiver still uses."""
+    """Handle of the sender's segment. In a `done` announcement: space-separated handles still in use by the receiver."""
 
 
 Moment = Literal["here", "done"]
-"""Kind of announcement about a bucket. `here`: the sender's buffer is filled, or the receiver is ready. `done`: the receiver has loaded the
-bucket."""
+"""Kind of announcement. `here`: the sender's buffer is filled, or the receiver is ready. `done`: the receiver has loaded the bucket."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Start a rendezvous store on a free port (`store.port`). The store lives as long as the returned object."""
+    """Start a rendezvous store on a free port (`store.port`); it ends with the returned object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -148,13 +144,13 @@ def rendezvous_client(host: str, port: int) -> TCPStore:
 
 
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
-    """Make members of groups older than `epoch` stop waiting and connect again. Does not block; ignores a lost store."""
+    """Make members of groups older than `epoch` stop waiting. Does not block; ignores a lost store."""
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:
-    """Transfer group as seen by one member. The constructor blocks until all members have joined."""
+    """One member's view of the transfer group. The constructor blocks until all members have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
@@ -163,7 +159,6 @@ class TransferGroup:
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
-        """Own announcements in the store: (step, key)."""
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -188,9 +183,9 @@ class TransferGroup:
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Report exceptions in the block to all members, which then stop waiting.
+        """Report exceptions in the block, so that all members stop waiting.
 
-        Timeouts are not reported: each waiting member raises its own TransferTimeout, with the missing member's name.
+        Timeouts are not reported: each waiting member raises its own TransferTimeout.
         """
         try:
             yield
@@ -217,7 +212,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Number of the channel's next bucket. Each member of the route calls this once per bucket."""
+        """Number of the channel's next bucket. Call once per bucket on each member of the route."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -229,7 +224,7 @@ class TransferGroup:
         self._told[route.channel].append((step, key))
 
     def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for the other side's announcements (all receivers, or the sender). Returns them by member number."""
+        """Wait for announcements of the other side: all receivers, or the sender. Returns them by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         told = self._told[route.channel]
@@ -242,7 +237,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side. TransferError if a member is at a different bucket."""
+        """Announce a bucket and wait for the other side. TransferError if the other side is at a different bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -296,8 +291,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Wait until all keys (key -> member that writes it) are in the store. Polls, since the store's own wait does not name the missing
-        key."""
+        """Poll until all keys (key -> member that writes it) are in the store. The store's own wait does not name the missing key."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -310,9 +304,9 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Call `is_done(seconds)`, which may block that long, until True. Raises StaleEpoch or, after `timeout_s`, TransferTimeout.
+        """Call `is_done(seconds)`, which may block that long, until True. Raises StaleEpoch or TransferTimeout.
 
-        `what` (awaited work) and `who()` (missing members) are for the message.
+        `what`: the awaited work; `who()`: the missing members (for the message).
         """
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002

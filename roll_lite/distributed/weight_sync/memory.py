@@ -1,4 +1,4 @@
-"""Buffers for one bucket of weights, and their export to other processes through /proc (host memory) or CUDA IPC (GPU memory)."""
+"""Buffers for one bucket of weights, shared with other processes through /proc (host memory) or CUDA IPC."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ import torch
 from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""Function and arguments to rebuild a tensor of this process's GPU memory in another process."""
+"""Function and arguments to rebuild a GPU tensor in another process."""
 
 
 class Lent(NamedTuple):
-    """GPU memory exported to one reader; stays allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
     name: str
-    """Name under which the reader records that it opens the memory."""
 
 
 class Watched:
@@ -45,7 +44,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that buckets of similar size share a segment. Untouched pages take no memory."""
+    """Round up to a power of two, so that segments can be reused. Untouched pages take no memory."""
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -64,8 +63,6 @@ class BucketSegment(Watched):
 
 
 class SharedSegment(BucketSegment):
-    """Send buffer in host memory that other processes can open."""
-
     def __init__(self, nbytes: int, readers: int) -> None:
         nbytes = _roomy(nbytes)
         descriptor = os.memfd_create("roll_lite_weights", os.MFD_CLOEXEC)
@@ -83,14 +80,12 @@ class SharedSegment(BucketSegment):
 
 
 class GpuSegment(BucketSegment):
-    """Send buffer in private GPU memory."""
-
     def __init__(self, nbytes: int, readers: int) -> None:
         Watched.__init__(self, torch.empty(nbytes, dtype=torch.uint8, device=GPU))
 
 
 class ExportedSegment(GpuSegment):
-    """Send buffer in GPU memory, exported by CUDA IPC. The handle has the GPU's UUID, since device numbers differ between processes."""
+    """Send buffer exported by CUDA IPC. The handle contains the GPU's UUID, since device numbers differ between processes."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(nbytes, readers)
@@ -105,8 +100,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that were never opened, or whose reader is not in `homes`. torch keeps exported memory until the reader decrements a
-    counter."""
+    """Free exports that were never opened or whose reader is not in `homes`; torch would keep them allocated."""
     abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)
@@ -131,14 +125,14 @@ def collect() -> None:
 _STORAGE = 4
 """Index of the storage class in the arguments of torch's `rebuild_cuda_tensor`."""
 _DEVICE = 6
-"""Index of the sender's device number in the arguments of `rebuild_cuda_tensor`; a receiver may number devices differently."""
+"""Index of the sender's device number in the arguments of torch's `rebuild_cuda_tensor`."""
 _COUNTER = slice(11, 13)
-"""Indices of the IPC counter's file and offset in the arguments of `rebuild_cuda_tensor`."""
+"""Indices of the IPC counter's file and offset in the arguments of torch's `rebuild_cuda_tensor`."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Open a segment by (handle, reader index). Raises OSError if out of reach."""
+"""Open a segment by (handle, reader index). OSError if out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:
@@ -169,6 +163,6 @@ def wait_for_device(tensor: torch.Tensor) -> None:
 
 
 def use_device_of(tensor: torch.Tensor) -> None:
-    """Make the tensor's GPU this thread's current device; a new thread starts with the first visible GPU."""
+    """Select the tensor's GPU for this thread; a new thread starts with the first GPU."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

@@ -1,4 +1,4 @@
-"""Transfer plan of weight updates: which training rank sends which tensors to which engine workers."""
+"""Plan of weight updates: which training rank sends which tensors to which engine workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExportedTensor:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Describe the tensor as sent to engines of `dtype`: cast only if that saves bytes, else the engine casts."""
+        """Description of the tensor as sent to engines of `dtype`. The sender casts only if that saves bytes."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -86,7 +86,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Membership:
-    """Members of a transfer group and their rendezvous store. When engines join or leave, one with a higher `epoch` follows."""
+    """Members of a transfer group and their rendezvous store. A membership with a higher `epoch` replaces this one."""
 
     epoch: int
     transport: str
@@ -94,7 +94,6 @@ class Membership:
     port: int
     timeout_s: float
     members: tuple[str, ...]
-    """Names, by member number."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
     """Minimum size of a send buffer: the largest bucket of several tensors."""
@@ -110,7 +109,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes of a weight update. Members are numbered: first the training ranks that send, then each engine's workers."""
+    """Routes of a weight update. Member numbers: first the sending training ranks, then each engine's workers."""
 
     routes: tuple[Route, ...]
     trainers: tuple[int, ...]
@@ -123,7 +122,6 @@ class TransferPlan:
         return (*(f"trainer rank {rank}" for rank in self.trainers), *workers)
 
     def first_member(self, engine: int) -> int:
-        """Member number of an engine's first worker."""
         before = list(self.engines).index(engine)
         return len(self.trainers) + sum(list(self.engines.values())[:before])
 
@@ -144,9 +142,9 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update: owners send buckets to all engine workers, but experts only to workers that hold them.
+    """Plan a weight update: owners send buckets to all engine workers, experts only to their workers.
 
-    `engines`: engine number -> number of workers. `dtype`: the engines' dtype. `expert_parallel`: workers that share an engine's experts.
+    `engines`: engine number -> workers. `dtype`: the engines' dtype. `expert_parallel`: workers that share an engine's experts.
     """
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
@@ -169,14 +167,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert one owner per bucket: two could deadlock gloo workers, which forward all buckets through two buffers."""
+    """Assert one owner per bucket: with two, gloo workers could deadlock, since they forward all buckets through two buffers."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Map expert tensor name -> worker. Empty if every worker holds a part of every expert."""
+    """Expert tensor name -> worker. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

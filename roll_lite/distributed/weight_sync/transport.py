@@ -1,7 +1,7 @@
-"""Base of the weight transports, and the transport through memory that both sides can read (shared memory, CUDA IPC).
+"""Base of the weight transports, and the transport through memory that both sides can read.
 
-A bucket is one byte buffer; both sides compute its layout from the list of tensors, and the receiver returns views. The sender reuses a
-buffer once all receivers report the bucket as loaded (`done`) and hold no tensors in it.
+A bucket is one byte buffer; both sides compute its layout from the list of tensors. The sender reuses a buffer once all receivers report
+the bucket as loaded (`done`) and hold no tensors in it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Lane:
         self._segments: list[BucketSegment] = []
         self.under_way: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Receiver -> handles of segments in use at its last `done` announcement."""
+        """Receiver -> segment handles in use at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
-        """Smallest free segment that fits, or a new one. Waits while BUCKETS_AHEAD buckets are in flight."""
+        """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.under_way) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.under_way}
@@ -225,13 +225,12 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: record opened exports, for `memory.take_back`. `otherwise`: advice for the error message."""
+        """`gives_back`: record opened exports for `memory.take_back`. `otherwise`: advice in the error message."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
-        """Opened segments: sender -> handle -> segment."""
         self._received: list[tuple[Route, int]] = []
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:

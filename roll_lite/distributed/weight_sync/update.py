@@ -59,7 +59,6 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
-    """Raise a ValueError that names unknown, missing, duplicate and misshapen tensors."""
     names = [tensor.name for tensor in tensors]
     problems = [
         *_listed("unknown to the model", sorted(set(names) - shapes.keys())),
@@ -96,8 +95,7 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of dtype, shape and values, independent of strides and device. Negative zero counts as zero, since engines lose its sign when
-    they read packed weights back."""
+    """Digest of dtype, shape and values. Negative zero counts as zero: engines lose its sign when they read packed weights back."""
     flat = tensor.detach().reshape(-1)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = _weights(flat.device)

@@ -1,7 +1,6 @@
 """LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-The base weights stay as loaded at start-up. In fused layers (q, k, v), projections without an adapter get zero matrices, because an engine
-may track adapters per layer.
+In fused layers (q, k, v), projections without an adapter get zeros, because an engine may track adapters per layer.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ NAME = "actor_train"
 
 
 class IncomingAdapters:
-    """Buffer for a weight update's adapters; the engine uses the old ones until `put_in_place`."""
+    """Buffer for a weight update's adapters, unused until `put_in_place`."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: PEFT name -> shape. `put(rank, tensors)` installs adapters of this LoRA rank; called first with zeros."""
+        """`shapes`: PEFT name -> shape. `put(rank, tensors)` installs adapters; first called with zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put
@@ -46,8 +45,6 @@ class IncomingAdapters:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """Engine layer with adapters, as sharded on this worker."""
-
     path: str
     layer: Any
     a: torch.Tensor
@@ -59,7 +56,7 @@ class AdaptedLayer:
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the engine's adapter tensors by name, unsharded. Collective over the engine's workers."""
+    """Yield the engine's adapter tensors, unsharded. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -25,15 +25,13 @@ class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     PAUSED = "paused"
-    """Generates nothing until `resume`; memory stays."""
     UPDATING = "updating"
     """Weight update in progress: a mix of old and new weights."""
     HALF_UPDATED = "half updated"
-    """Weight update failed halfway; only a complete update makes the engine usable."""
+    """Weight update failed halfway; the engine needs a complete update."""
     CACHE_OFFLOADED = "cache offloaded"
-    """KV cache offloaded, weights on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """Weights in host memory or dropped; possibly also the KV cache offloaded."""
+    """Weights in host memory or dropped; the KV cache possibly too."""
     DEAD = "dead"
 
 
@@ -46,7 +44,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. If it was the first, the old weights are intact."""
+    """Bucket transfer failed. After the first bucket, weights are mixed."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -91,11 +89,10 @@ class EngineLife:
         """True from `pause` until `resume`; see also `halted`."""
         self.away: set[EngineMemory] = set()
         self.blank = False
-        """True after an offload that dropped the weights, until a complete weight update."""
+        """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
-        """Weight update that is announced and not finished."""
         self.halted: bool | None = False
-        """True if generation is paused in the engine process; None: unknown, since a call is running or was cancelled."""
+        """True if generation is paused in the engine process; None: unknown after a cancelled call."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()
@@ -131,7 +128,7 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """Return the announced update. Raise if there is none, or if the state allows no transfer."""
+        """Return the announced update. RuntimeError if there is none."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
@@ -194,12 +191,12 @@ class EngineLife:
             self._died.set()
 
     def _follow(self) -> None:
-        """Derive the state from pause and offloads, unless an update is running or has failed halfway."""
+        """Derive the state from pause and offloads, unless an update is unfinished."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 
     def _enter_whole(self) -> None:
-        """Derive the state from pause and offloads, with all weights of one version."""
+        """Derive the state from pause and offloads."""
         if self.away:
             self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         else:

@@ -29,8 +29,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    """vLLM or SGLang, in separate processes. EngineStrategy calls methods only in allowed states, and raises EngineDead if the engine dies
-    during a call."""
+    """vLLM or SGLang, in separate processes. EngineStrategy calls methods only in allowed states."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -40,10 +39,10 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Called once processes are monitored, so that a crash is noticed."""
+        """Finish the start. Processes are monitored, so a crash is noticed."""
 
     async def answered(self) -> object:
-        """Wait for an answer of the engine's step loop, which answers between steps, even while paused."""
+        """Wait for the engine's step loop, which answers between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests
@@ -65,14 +64,14 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method on all workers; return their answers in order. TransferError if a weight transfer failed."""
+        """Call a method on all workers. TransferError if a weight transfer failed."""
         ...
 
     async def renew(self, version: int) -> None:
-        """Start using new weights: drop the KV cache, and label new tokens with this version."""
+        """Use new weights: drop the KV cache, and label new tokens with this version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload parts. The engine is paused, without requests. `cache_stays`: the KV cache stays on the device."""
+        """Offload parts of a paused engine without requests. `cache_stays`: the KV cache stays on the device."""
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
         """Load offloaded parts."""

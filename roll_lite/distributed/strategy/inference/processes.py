@@ -17,7 +17,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable: pid of the process that started the engine. The engine's processes end with it."""
+"""Environment variable: pid of the hosting process, with which the engine's processes end."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -45,20 +45,19 @@ class EngineProcesses:
         return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:
-        """True if an engine process has started a kernel compiler."""
         own = {process.pid for process in self.all}
         compilers = [process for process in psutil.process_iter() if name_of(process) in COMPILERS]
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which asks the processes to exit, then kill the rest."""
+        """Call `ask`, which requests an exit, then kill the rest."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill without waiting, since the caller may soon be killed itself; remove shared memory."""
+        """Kill without waiting, since the caller may soon be killed; remove shared memory."""
         self._kill()
         remove(self._shared)
 
@@ -76,7 +75,7 @@ def _ancestors(process: psutil.Process) -> set[int]:
 
 
 def cleans_up(process: psutil.Process) -> bool:
-    """True for Python's resource tracker, which removes shared memory of dead processes and then exits."""
+    """True for Python's resource tracker, which removes shared memory of dead processes and exits."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -94,7 +93,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files that survive a kill, except semaphores: these may be the host's, and Python's resource tracker removes them."""
+    """Shared-memory files that survive a kill, except semaphores, which may be the host's."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -122,7 +121,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Start a thread that calls `act` once process `pid` has ended. If the host has ended too, first remove the engine's scratch folder."""
+    """Start a thread that calls `act` once process `pid` has ended, and removes the engine's scratch folder if the host has ended."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -143,7 +142,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes (the caller last) except Python's resource trackers, and remove their shared memory."""
+    """Kill processes (the caller last) except Python's resource trackers; remove their shared memory."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -1,4 +1,4 @@
-"""Requests in flight, progress reports, stop strings across a resume, and expert choices."""
+"""Requests in flight, progress reports, stop strings across a resume, expert choices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 SEAM = "roll_lite_seam"
-"""Extra request argument: number of last prompt tokens of a resumed request in which a stop string may begin."""
+"""Request argument: number of last prompt tokens of a resumed request in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Allowance in `seam_tokens` for tokens without text: special tokens, and all but the last token of a character."""
+"""Allowance in `seam_tokens` for tokens without text: special tokens and partial characters."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""New tokens are reported at every fifth poll. If the engine dies, unreported tokens are lost."""
+"""New tokens are reported at every fifth poll; a dead engine loses the rest."""
 
 
 @dataclass(eq=False)
@@ -31,22 +31,18 @@ class InFlight:
     version: int = 0
     """Weight version when the engine got the request."""
     entered: bool = False
-    """True once the engine has the request."""
     aborted: bool = False
     begun: bool = False
     reported: int = 0
-    """Number of tokens already reported."""
     number: int = -1
     """SglangEngine's number of the request."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Poll the engine for requests' progress, None for those not begun. Second argument: include new tokens."""
+"""Poll for requests' progress; None: not begun. Second argument: include new tokens."""
 
 
 class ProgressReports:
-    """Requests in flight, and a task that reports their progress."""
-
     def __init__(self, look: Look) -> None:
         self.flights: dict[InFlight, asyncio.Future[Any]] = {}
         self._look = look
@@ -80,14 +76,14 @@ class ProgressReports:
 
 
 def seam_tokens(request: GenerationRequest) -> int:
-    """Number of last prompt tokens in which a stop string may begin. They belong to the response so far."""
+    """Number of last prompt tokens, part of the response, in which a stop string may begin."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
     """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The engine may
-    report all layers or only those with experts."""
+    report all layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

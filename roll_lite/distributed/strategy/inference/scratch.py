@@ -20,11 +20,10 @@ _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up
 
 
 class Scratch:
-    """Temporary folder, removed at the engine's shutdown or its host's end. If the host is killed, the engine's processes or the next
-    engine on this machine remove it."""
+    """Temporary folder, removed at the engine's shutdown. If the host is killed, the engine's processes or the next engine remove it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`prefix`: of the folder's name. `variables`: environment variables, besides TMPDIR, that get the folder's path."""
+        """`prefix`: of the folder's name. `variables`: environment variables that get the path, besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -58,14 +57,14 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder in the process that made it (`pid`), not in forks."""
+    """Remove the folder in the process that made it, not in forks."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder; return the lock's descriptor, or None if another process has just removed the folder as abandoned."""
+    """Lock the folder. Returns the lock's descriptor, or None if another process has just removed the folder."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:
@@ -89,9 +88,9 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name semaphores of this process and its children after the scratch folder, so that they are removed with it.
+    """Name this process's semaphores after the scratch folder, so that they are removed with it.
 
-    Needed in an engine's first process if it was started without multiprocessing or outside `inherited`.
+    Needed in an engine process started without multiprocessing or outside `inherited`.
     """
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
@@ -101,7 +100,7 @@ def _semaphores_of(path: str) -> str:
 
 
 def _call_semaphores(prefix: str) -> str:
-    """Set the prefix of semaphore names, also for multiprocessing children. Returns the old prefix."""
+    """Set the prefix of semaphore names, also for children. Returns the old prefix."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["semprefix"] = config["semprefix"], prefix
     return str(before)

@@ -15,7 +15,7 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang packs weights so that updates cannot write them."""
+"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang's packed weights cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> its projections, for models that do not declare it."""
@@ -25,7 +25,7 @@ Range = tuple[str, str]
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first installed distribution. RuntimeError if none is installed (`remedy`: advice) or the version is unsupported."""
+    """Version of the first installed distribution. RuntimeError if unsupported or none is installed (`remedy`: advice)."""
     low, high = supported
     for name in distributions:
         try:
@@ -43,7 +43,7 @@ class Environment:
     preset: Mapping[str, str]
     """Defaults that the user may override."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Values that override the user's: the engine or its results would be wrong otherwise."""
+    """Values that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Values that follow from the YAML configuration or placement."""
 
@@ -60,7 +60,7 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """KV cache size in MB; None: the rest of GPU memory. `given`: configured size."""
+    """Return the KV cache size in MB; None: the rest of GPU memory. `given`: configured size."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
@@ -85,7 +85,7 @@ def with_fused(targets: Collection[str]) -> list[str]:
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:
-    """ValueError for an argument that is unknown, or that roll_lite sets itself (`own`)."""
+    """ValueError for an argument that is unknown or set by roll_lite itself (`own`)."""
     for name in sorted(given):
         path = f"actor_infer.strategy.engine_args.{name}"
         if name in own:

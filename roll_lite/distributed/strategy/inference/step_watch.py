@@ -1,7 +1,7 @@
-"""Detection of an engine that takes no steps although its processes live: a hung kernel, a deadlock.
+"""Detection of an engine without steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers only between steps. Steps are short, since prompts are prefilled in chunks of at most `max_batched_tokens`. The
-engine is stuck if an answer takes much longer than the longest step so far, not counting kernel compilation (separate processes).
+The engine's loop answers between steps, which are short, since prompts are prefilled in chunks. The engine is stuck if an answer takes much
+longer than the longest step so far, without time for kernel compilation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-""""auto" on a CPU, where steps may be slow and vLLM never splits a prompt."""
+"""Limit for "auto" on a CPU, where vLLM never splits a prompt."""
 ASK_S = 1.0
 """Pause between an answer and the next question."""
 LISTEN_S = 0.25
@@ -23,9 +23,9 @@ LISTEN_S = 0.25
 LATE = 0.5
 """Fraction of the limit after which compiler processes are looked for; while one runs, time does not count."""
 SLOWER = 4.0
-"""Minimum limit as a multiple of the longest step; the first response resets the longest step."""
+"""Minimum limit as a multiple of the longest step since the first response."""
 FIRST_STEPS = 40.0
-"""Factor of the limit until the first response has ended, since kernels are compiled until then."""
+"""Factor of the limit until the first response has ended: kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
@@ -40,7 +40,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer` returns once the engine's loop has answered. `is_compiling` is called only if the answer is late."""
+        """`answer`: wait for the engine's loop. `is_compiling`: called only if the answer is late."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -49,7 +49,7 @@ class StepWatch(Heartbeat):
         self._suspended = 0
 
     def responded(self) -> None:
-        """Record the end of a response. The first resets the longest step, since compilation is over."""
+        """Record the end of a response. The first resets the longest step: compilation is over."""
         if not self._has_responded:
             self._has_responded, self._longest_s = True, 0.0
 

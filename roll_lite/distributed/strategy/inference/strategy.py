@@ -1,4 +1,4 @@
-"""Inference engine in separate processes: requests, weight updates, offloading, failures. `life.py` holds its state."""
+"""Engine in separate processes: requests, weight updates, offloading, failures. `life.py` holds its state."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Logic common to vLLM and SGLang; `make` implements the differences."""
-
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
         self.make = make
@@ -54,7 +52,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of tensors in weight updates: the checkpoint's, or the adapters'."""
+        """Tensor shapes in weight updates: the checkpoint's or the adapters'."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -158,7 +156,7 @@ class EngineStrategy(InferenceStrategy):
             self.life.pause()
 
     async def resume(self) -> None:
-        """Undo `pause`. Generation still waits for a running weight update or offloaded memory."""
+        """Undo `pause`. Weight updates and offloads still block generation."""
         async with self._turn(EngineEvent.RESUME):
             self.life.resume()
             await self._settle()
@@ -224,7 +222,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket. The first one freezes the engine until a complete update is finished."""
+        """Receive and load one bucket. The first freezes the engine until the update is complete."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -245,7 +243,7 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Handle a failed transfer: continue with the old weights or, if some are overwritten, stay frozen until a complete update."""
+        """Handle a failed transfer: keep the old weights or, if some are overwritten, stay frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine in an unknown state must not continue
@@ -271,8 +269,7 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums of named weights (None: all that updates overwrite), in the dtype of the last update, so that they equal the sender's
-        unless the engine stores fewer bits."""
+        """Checksums of named weights (None: all), in the dtype of the last update, so that they equal the sender's."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
@@ -292,7 +289,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call during which the engine takes no steps; suspends the check for a stuck engine."""
+        """Wait for a call without engine steps; suspends the check for a stuck engine."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -303,13 +300,13 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ liveness
 
     def _check(self) -> str | None:
-        """Return why the engine cannot serve, or None. Detects dead processes."""
+        """Return why the engine cannot serve, if so. Detects dead processes."""
         if self.life.failure is None and (self.make.is_dead() or not self.processes.running()):
             self.life.die(DIED)
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Fail the engine when a process has died or been stopped (SIGSTOP) for too long, which vLLM and SGLang notice late or never."""
+        """Fail the engine when a process has died or been stopped (SIGSTOP) for too long."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:
@@ -328,7 +325,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call. Raises if the state forbids the event, before or after waiting for the lock."""
+        """Hold the lock during a call. Raises if the state forbids the event."""
         self._require(event)
         async with self._order:
             self._require(event)

@@ -1,7 +1,6 @@
-"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state of each rank.
+"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state.
 
-Shards are stored with offsets in the full tensor, so a run with another parallel layout can load them. Random state is restored only under
-the same layout. Optimizer settings come from the configuration.
+Shards have offsets in the full tensor, so that another parallel layout can load them; random state needs the same layout.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def write_checkpoint(
     writer: FileSystemWriter,
 ) -> list[Path]:
     """Save a checkpoint to a shared folder (collective). `model`: contents of MODEL_FILE. `writer`: writes STATE_FOLDER. Returns this
-    rank's files; on rank 0 also the common ones."""
+    rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -85,7 +84,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """ValueError if only one of checkpoint and run uses adapters, or if the adapters belong to another base model."""
+    """ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -95,7 +94,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Drop the optimizer, which differs between ranks; Megatron requires the rest to be equal."""
+    """Drop the optimizer: Megatron requires equal state on all ranks."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -134,7 +133,7 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _clear_errors(state_folder: Path) -> Iterator[str]:
-    """Yield the folder's path; turn Megatron's many errors about missing or damaged files into one ValueError."""
+    """Yield the folder's path; turn Megatron's many errors about bad files into one ValueError."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -155,7 +154,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """This rank's random-state file; None if fewer ranks saved the checkpoint. ValueError if the file is lost."""
+    """This rank's random-state file; None if fewer ranks saved. ValueError if lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -183,7 +182,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Optimizer state to load into, without the distributed optimizer's tensors, which ShardReader reads."""
+    """Optimizer state to load into, without tensors that ShardReader reads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -194,19 +193,18 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights to store: all, or only the adapters if only adapters are trained."""
+    """Weights to store: all, or only trained adapters."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors. Unused here; without them, Transformer Engine's and torch's layers can load each
-    other's checkpoints."""
+    """True for Transformer Engine's fp8 scaling factors, which are unused and would prevent loading into torch's layers."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Names of frozen weights, which are not stored. Empty without an optimizer: all weights are then stored."""
+    """Names of frozen weights, which are not stored. Without an optimizer, all weights are stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -216,7 +214,7 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process. Megatron's own forks, which can hang with threads of Ray, gloo and CUDA."""
+    """Megatron save strategy that writes from this process: Megatron's own forks, which can hang with threads of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -235,9 +233,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around a bug in Megatron-Core 0.16: its distributed optimizer saves without padding between buckets, but uses offsets with
-    padding, so parameters behind padding would get wrong values. There are several buckets with `overlap_grad_reduce`, and with tied
-    embeddings under pipeline parallelism."""
+    """Work around a bug in Megatron-Core 0.16: its distributed optimizer saves without padding between buckets but looks up offsets with
+    padding, so parameters behind padding would get wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -246,8 +243,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load into `state`. Removes float32 weights that the checkpoint lacks. `stored`: names of
-    the checkpoint's tensors."""
+    """(container, key) of each tensor to load into `state`. Removes float32 weights that the checkpoint (`stored`: tensor names) lacks."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -269,13 +265,13 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Step count in a stored optimizer state of any kind; 0 if none."""
+    """Step count in a stored optimizer state; 0 if none."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer's state dict, without the tensors read by ShardReader. `steps`: optimizer steps taken."""
+    """Load the optimizer's state dict, without tensors read by ShardReader. `steps`: step count."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]
@@ -293,7 +289,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replacement in Megatron-Core 0.16, whose original looks for `step` among the tensors instead of in the parameter groups."""
+    """Replacement in Megatron-Core 0.16, which wrongly looks for `step` among the tensors."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,7 +1,7 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
-A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The fresh process
-inherits memfds with the tensors, the job and its result. The result shows success: the exit code may be lost, since Ray reaps children.
+A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
+memfds with tensors, job and result. The result shows success, since Ray may reap the exit code.
 """
 
 from __future__ import annotations
@@ -54,13 +54,12 @@ class SaveJob:
     plan: SavePlan
     contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
-    """(path, memfd with the contents) of files to write after the tensors."""
+    """(path, memfd) of files to write after the tensors."""
     others: list[Path]
-    """Existing files, to be flushed and recorded."""
 
 
 class StagedWriter(FileSystemWriter):
-    """FileSystemWriter that only copies contents to memory, for another process to write."""
+    """FileSystemWriter that copies contents to memory, for another process to write."""
 
     memory: io.FileIO
     plan: SavePlan
@@ -102,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files, on the coordinating rank. Returns records of written files."""
+        """Write the index of all ranks' files on the coordinating rank. Returns its record."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -112,7 +111,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Asynchronous save in one process per rank. `files`: this rank's other files. `finish` is collective."""
+    """Asynchronous save. `files`: this rank's other files. `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

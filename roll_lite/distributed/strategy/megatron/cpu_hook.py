@@ -1,7 +1,6 @@
 """Make Megatron-Core run without CUDA.
 
-`install()` adds an import hook that rewrites the source of the modules in EXPECTED (module -> number of rewrites). The import fails if the
-number differs, since upstream has changed.
+`install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; the import fails if upstream has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SUPPORTED = ((0, 16, 1), (0, 17, 0))
 """First supported and first unsupported later version."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Global name of cpu_device in rewritten modules. The loader sets it: an import statement would shift line numbers."""
+"""Global name of cpu_device in rewritten modules. Set by the loader: an import statement would shift line numbers."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ EXPECTED: dict[str, int] = {
 
 
 def install() -> None:
-    """Install the hook, before the first import of megatron.core. Repeated calls do nothing."""
+    """Install the hook, before the first import of megatron.core."""
     _check_version()
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of Megatron, whose router counts choices and adds a load-balancing loss."""
+"""Mixture-of-experts layers whose router counts choices and adds a load-balancing loss."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
-    Per layer and row, the loss is that of Switch Transformer: number of experts * sum over experts of (share of choices * mean
-    probability), 1 if even. Counting whole rows makes it independent of micro-batches and ranks.
+    Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability), 1 if
+    even. Counting whole rows makes it independent of micro-batches and ranks.
     """
 
     def __init__(self, coef: float) -> None:
@@ -66,16 +66,15 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add a result of ChosenExperts.rerouted."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record one layer's loss (summed over a micro-batch's rows) and return it scaled for the objective."""
+        """Record one layer's loss (summed over rows) and scale it for the objective."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
-        """Reduce counts and losses over all ranks (collective), each with only some tokens and layers."""
+        """Sum counts and losses over all ranks (collective)."""
         sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
         choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
@@ -94,7 +93,6 @@ class Balance:
 
 class ExpertRouter(TopKRouter):
     rows: PackedRows
-    """Rows of the micro-batch; set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -121,7 +119,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count choices and attach the balance loss's gradient to the router's weights. The last row, padding, does not count."""
+        """Count choices and attach the balance loss's gradient to the router's weights. The last row is padding."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -145,7 +143,7 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Mixture-of-experts layer. On recomputation, `rows` is set again: later micro-batches have overwritten it."""
+    """Mixture-of-experts layer that sets `rows` again on recomputation: later micro-batches overwrite it."""
 
     router: ExpertRouter
 

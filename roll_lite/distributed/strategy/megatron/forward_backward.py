@@ -17,13 +17,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call finalize_model_grads without division by the token count, which the loss weights already contain."""
+    """Call finalize_model_grads without division by the token count: loss weights include it."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` per micro-batch, others
-    []."""
+    """Run micro-batches forward. The last pipeline stage returns `on_head(stage output, input)` per micro-batch, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -34,9 +33,9 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward and backward, summing gradients over micro-batches and data-parallel ranks.
+    """Run micro-batches forward and backward; gradients are summed over micro-batches and data-parallel ranks.
 
-    `on_head(stage output, input)` returns (loss, value). The last pipeline stage returns the values, others [].
+    `on_head(stage output, input)` returns (loss, value). The last stage returns the values, others [].
     """
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -76,7 +75,7 @@ def sum_over_data_ranks(count: int) -> int:
 
 
 def _over_data_ranks(count: int, reduction: Any) -> int:
-    """Reduce an integer over data-parallel ranks on the host (gloo), without waiting for the device."""
+    """Reduce an integer over data-parallel ranks on the host, without waiting for the device."""
     if parallel_state.get_data_parallel_world_size() > 1:
         total = torch.tensor(count)
         dist.all_reduce(total, reduction, group=parallel_state.get_data_parallel_group_gloo())
@@ -85,9 +84,9 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks, for all ranks. Waits for the device once.
+    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once.
 
-    Context-parallel ranks have equal sums, but are averaged too, so that NaN or infinity on one rank reaches all.
+    Context-parallel ranks have equal sums, but are averaged to spread NaN and infinity.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

@@ -25,12 +25,12 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Change a rank's shard before export, e.g. merge an adapter; out of place, with the same shape and dtype."""
+"""Change a rank's shard before export, e.g. merge an adapter; not in place."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 FILE_BYTES = 4 << 30
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files; all other files of the model's folder are copied."""
+"""Suffixes of weight files; other files of the model's folder are copied."""
 
 
 def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -41,9 +41,9 @@ def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Global ranks of the tensor-parallel group. The first one gathers full tensors."""
+    """Global ranks of the tensor-parallel group; the first gathers full tensors."""
     takes_part: bool
-    """True on ranks of the first data-parallel replica, which alone exports."""
+    """True on ranks of the exporting (first) data-parallel replica."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -62,11 +62,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""(name, full shape, dtype, owner): the owner is the rank that gathers the tensor."""
+"""(name, full shape, dtype, owner); the owner gathers the tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets of one dtype each, since a bucket is gathered as one tensor."""
+    """Divide tensors into buckets of one dtype, since a bucket is gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -97,8 +97,7 @@ class HfExporter:
     def plan(self, bucket_bytes: int) -> ExportPlan:
         """Plan the export in buckets (collective), each gathered by one rank, its owner.
 
-        Each owner's tensors are bucketed in layer order, experts separately. Owners take turns, so that one gathers while engines load
-        another's bucket.
+        Experts have separate buckets. Owners take turns, so that one gathers while engines load another's bucket.
         """
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
@@ -136,13 +135,12 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's shards of Hugging Face tensors. `joined`: Megatron tensor joined over the ranks that share a key/value head."""
+        """Hugging Face shards of this rank. `joined`: Megatron tensor joined over ranks that share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
     def _join_shared(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Concatenate the Megatron tensors of ranks that share a key/value head (then collective over the tensor group); else return
-        `local`."""
+        """Concatenate the Megatron tensors of ranks that share a key/value head (collective); else return `local`."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -156,7 +154,7 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket at its owner in one collective of flattened shards. The owner already has replicated tensors."""
+        """Gather flattened shards at the owner in one collective. The owner already has replicated tensors."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []
@@ -195,7 +193,7 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder on a shared file system (collective): safetensors, config and tokenizer. Returns this rank's files.
+    """Write a Hugging Face folder (collective). Returns this rank's files.
 
     `source`: the model's folder. `read`: values to write for a parameter. `write`: writes a file's bytes.
     """
@@ -230,8 +228,7 @@ def write_hf(
 
 
 def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write LoRA adapters in PEFT format, in one file by rank 0 (collective). `config`: contents of adapter_config.json. Returns this
-    rank's files."""
+    """Write LoRA adapters in PEFT format (collective). `config`: contents of adapter_config.json. Returns this rank's files."""
     own: dict[str, torch.Tensor] = {}
     for tensors in exporter.plan(FILE_BYTES).buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

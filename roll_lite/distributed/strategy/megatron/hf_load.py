@@ -20,7 +20,7 @@ from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misf
 
 class HfCheckpoint:
     def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
-        """`key`: the folder's YAML path, for messages. `single`: file name of an unsplit checkpoint."""
+        """`key`: the folder's YAML path. `single`: file name of an unsplit checkpoint."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
@@ -45,7 +45,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """ValueError for a wrong shape or dtype. `by`: origin of the expected shapes, for the message."""
+        """ValueError for a wrong shape or dtype. `by`: origin of the expected shapes."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -59,7 +59,7 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load every parameter. `value_init`: None for a language model; "actor" leaves the value head at zero. `key`: the folder's YAML path.
+    """Load every parameter. `value_init` "actor" leaves the value head at zero; None: language model. `key`: the folder's YAML path.
     ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
@@ -86,7 +86,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Load LoRA adapters in PEFT format. `wanted`: names of all the model's adapters. ValueError for missing, unknown and misshapen
+    """Load LoRA adapters in PEFT format. `wanted`: all adapter names of the model. ValueError for missing, unknown and misshapen
     tensors."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
@@ -107,7 +107,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """Read this rank's shard. `sharing`: number of ranks that share a key/value head and read the same shard."""
+    """Read this rank's shard. `sharing`: number of ranks with the same shard (a key/value head)."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

@@ -1,7 +1,6 @@
-"""Table of Megatron tensors and their Hugging Face tensors, for loading and exporting.
+"""Table of Megatron tensors and their Hugging Face tensors.
 
-Tensor parallelism shards every Hugging Face tensor evenly along one dimension; a rank's Megatron tensor joins its shards of one or more
-Hugging Face tensors.
+Tensor parallelism shards Hugging Face tensors evenly along one dimension; a rank's Megatron tensor joins its shards of one or more.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Layout(Enum):
 
 
 EXPERT = "<expert>"
-"""Placeholder for an expert's number: global in Hugging Face names, local to the rank in Megatron's."""
+"""Placeholder for an expert's number: global in Hugging Face names, local in Megatron's."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,11 @@ class Entry:
 
     @property
     def of_experts(self) -> bool:
-        """True if there is one tensor per expert, sharded by expert_tensor_parallel."""
+        """True for one tensor per expert, sharded by expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Full name of `megatron` or `fused`, whichever is in `among`. `layer` and `expert` are local numbers."""
+        """Full parameter name, of `megatron` or `fused`, as found in `among`. `layer` and `expert` are local numbers."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -116,8 +115,7 @@ LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=Tr
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 """Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Value head, named like Hugging Face's one-label sequence classification: transformers can load saved value models, and a critic can start
-from a reward model."""
+"""Value head, named like Hugging Face's one-label sequence classification, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +126,11 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for a copy of tied embeddings, which another pipeline stage exports."""
+    """False for tied embeddings copied from another pipeline stage."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
-    """Bind all parameters of this rank's model chunks, in layer order."""
+    """Bind all parameters of this rank's model chunks."""
     bindings: list[Binding] = []
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())
@@ -154,13 +152,13 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Number of consecutive tensor ranks that share a key/value head, if there are fewer heads than ranks. Megatron shards the head's rows
-    over them and gathers their outputs."""
+    """Number of consecutive tensor ranks that share a key/value head, if there are fewer heads than ranks. Megatron shards the head over
+    them."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Join this rank's shards of Hugging Face tensors into a Megatron tensor, along `dim`."""
+    """Join this rank's Hugging Face shards into a Megatron tensor, along `dim`."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]
@@ -172,7 +170,7 @@ def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
-    """Split a Megatron tensor into this rank's shards of Hugging Face tensors; inverse of `join`."""
+    """Split a Megatron tensor into this rank's Hugging Face shards; inverse of `join`."""
     match entry.layout:
         case Layout.PLAIN:
             return [local]

@@ -1,5 +1,4 @@
-"""Decoder layers: own attention over packed rows and value head; the rest from Megatron and torch, or from Transformer Engine, which fuses
-norms into linear layers and runs all experts in one call."""
+"""Decoder layers from Megatron and torch or from Transformer Engine, with own attention over packed rows and value head."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper refuses; Megatron's fused norm needs Apex."""
+    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
@@ -45,7 +44,7 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 class SdpaAttention(MegatronModule):
     """Causal grouped-query attention within packed rows, optionally with a sliding window.
 
-    [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]. Context-parallel ranks gather each other's keys and values.
+    [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]. Context-parallel ranks gather keys and values.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """Mask [size, seen] for `size` queries at the end of `seen` keys; None for plain causal attention."""
+        """Mask [size, seen] for the last `size` of `seen` tokens; None: plain causal attention."""
         windowed = self.looks_back is not None and self.looks_back + 1 < seen
         if size == seen and not windowed:
             return None
@@ -117,8 +116,6 @@ class SdpaAttention(MegatronModule):
 
 
 class ValueHead(torch.nn.Module):
-    """Head of a value model, replicated over tensor ranks."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))

@@ -19,7 +19,7 @@ def log_probs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Target log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; `hidden` gets a gradient only from this rank's
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; the gradient of `hidden` covers this rank's
     words.
     """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
@@ -70,9 +70,9 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks.
+    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, whole on every rank.
 
-    Only for small N or vocabularies, since every rank holds the result. Words outside the softmax get DROPPED and no gradient.
+    Words outside the softmax get DROPPED and no gradient.
     """
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result

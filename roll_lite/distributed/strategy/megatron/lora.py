@@ -1,8 +1,7 @@
 """LoRA: trainable matrices A and B beside frozen linear layers, as in PEFT (docs/lora.md).
 
-Output: W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank] per Hugging Face projection. Tensor parallelism shards B in
-column-parallel layers (q, k, v, gate, up), A in row-parallel ones (o, down). An expert's adapters are replicated, and their gradients
-summed.
+Output: W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Tensor parallelism shards B in column-parallel layers, A in
+row-parallel ones. An expert's adapters are replicated.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each of the layer's projections on this rank. `projections`: index -> (name, matrices), if adapted."""
+        """`rows`: output size of each projection of the layer. `projections`: index -> (name, matrices), if adapted."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -120,7 +119,6 @@ class Adapter(torch.nn.Module):
 
 class Adapters:
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """Freeze the model and add adapters beside its linear layers."""
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, CutChange] = {}

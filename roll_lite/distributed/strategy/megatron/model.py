@@ -1,4 +1,4 @@
-"""GPTModel of Megatron-Core with own norm, attention and value head. The head runs only at positions that a loss needs."""
+"""GPTModel of Megatron-Core with own attention and value head. The head runs only at positions that a loss needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROTARY_STEP = 256
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    """Megatron's configuration. Weights are not initialized, since a checkpoint is loaded."""
+    """Megatron's configuration, without weight initialization."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.layers,
@@ -90,13 +90,13 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Embedding rows, padded to equal shares per tensor rank. Padding is never looked up, and the softmax masks it."""
+    """Embedding rows, padded to equal shares per tensor rank. The softmax masks padding."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class RollModel(GPTModel):
-    """Pipeline stage of the model, or a virtual-pipeline chunk. The last stage returns, at N requested positions, hidden states [N, hidden]
-    (to multiply with output_weight) or values [N]."""
+    """Pipeline stage or virtual-pipeline chunk. The last stage returns, at N requested positions, hidden states [N, hidden] or values
+    [N]."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
@@ -126,7 +126,7 @@ class RollModel(GPTModel):
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens]: this context-parallel rank's packed tokens. positions [N]: tokens at which a result is needed."""
+        """input_ids [1, tokens]: this context-parallel rank's packed tokens. positions [N]: tokens that need a result."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
             # Recomputed layers get gradients only if their input requires one; frozen embeddings do not.
@@ -154,7 +154,7 @@ class RollModel(GPTModel):
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE frequencies like Llama 3.1. Megatron-Core's own scaling uses only the configured factor."""
+    """Scale RoPE frequencies like Llama 3.1. Megatron-Core ignores all settings but the factor."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 

@@ -1,4 +1,4 @@
-"""Conversion between batches and the model's inputs and outputs: rows are packed for the model, and padded for the loss."""
+"""Conversion between batches and the model's inputs and outputs: packed rows for the model, padded rows for the loss."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Batch columns read by the output layer: token ids of a truncated softmax, and softmax temperature."""
+"""Batch columns of the output layer: token ids of a truncated softmax, and softmax temperature."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows. With context parallelism, this rank's part, as in all fields but micro_batch."""
+    """[1, tokens]: packed rows. With context parallelism, this and other fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N]: tokens at which a result is needed, followed by each row's last token if final values are requested."""
+    """[N]: tokens that need a result, followed by rows' last tokens if final values are requested."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
     """Row number of each last token in `positions`; empty without final values."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Padded rows for the loss. Empty on a rank that only takes part in collectives."""
+    """Padded rows for the loss; empty on a rank that only joins collectives."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
     """[N]: softmax temperatures; None for a value head."""
@@ -78,7 +78,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Build one micro-batch's input. Positions are computed on the host, to avoid device synchronization."""
+    """Build one micro-batch's input, on the host to avoid device synchronization."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -116,8 +116,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Convert the last stage's result (values, or hidden states to multiply with `weight`) to padded columns, 0 outside the response
-    mask."""
+    """Convert the last stage's result (values, or hidden states) to padded columns, 0 outside the response mask."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -156,8 +155,7 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter this rank's results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Each rank computes the whole loss
-    and gets its own tokens' gradients."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Each rank gets its own tokens' gradients."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

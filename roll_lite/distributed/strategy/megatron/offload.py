@@ -1,8 +1,7 @@
 """Offloading of weights, gradients and optimizer state to the host.
 
-Offloading empties storages in place, so all views of Megatron's buffers stay valid after a load. Host copies are reused until the state
-changes. Loads run on their own stream: `require` makes computation wait for a group, so the optimizer state may arrive during the first
-micro-batches.
+Offloading empties storages in place, so views stay valid after a load. Loads run on their own stream; `require` makes computation wait for
+a group. Host copies are reused until the state changes.
 """
 
 from __future__ import annotations
@@ -81,11 +80,10 @@ class StateMover:
 
     @property
     def loaded(self) -> list[StateGroup]:
-        """Groups that are on the device or on their way to it; without an optimizer there are only weights."""
         return [group for group in StateGroup if group not in self._away and any(True for _ in self._tensors(group))]
 
     def require(self, *groups: StateGroup) -> None:
-        """Make later device work wait for the background loads of these groups. AssertionError if a group is offloaded."""
+        """Make device work wait for background loads of these groups. AssertionError if a group is offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -93,8 +91,8 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Like `require`, and mark host copies as outdated; else the next offload would lose the change. `trained_only`: copies of frozen
-        weights stay valid."""
+        """Like `require`, and mark host copies as outdated, which the next offload would otherwise reuse. `trained_only`: except copies of
+        frozen weights."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -115,7 +113,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Host copy by storage. Storages are listed anew each time, since loading a checkpoint replaces some."""
+        """Host copies by storage, listed anew each time: loading a checkpoint replaces storages."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -125,7 +123,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Storages of a group. A shared storage belongs to the first of weights, gradients, optimizer."""
+        """Storages of a group; a shared storage belongs to the first group."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
@@ -153,7 +151,7 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """Return freed memory to the system from the allocators of CUDA or glibc."""
+    """Return freed memory from the allocator (CUDA or glibc) to the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc

@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
-"""Number of entries whose squares a CPU sums in float32; these sums are added in float64."""
+"""Entries whose squares a CPU sums in float32, before adding in float64."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """State dict of an optimizer part without parameters on this rank, such as a stage without experts. Megatron's own method fails
-        there."""
+        """State dict of an optimizer part without parameters on this rank, where Megatron's own method fails."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
@@ -107,8 +106,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip gradients, update weights, advance the schedule. All ranks skip the update if any rank's loss or gradient is not finite
-        (under a clipped ratio, an infinite advantage has an infinite loss but no gradient)."""
+        """Clip gradients, update weights, advance the schedule. All ranks skip the update if any rank's loss or gradient is not finite."""
         # Megatron's step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait for
         # the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
@@ -125,7 +123,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """(gradient norm of the whole model, whether all ranks' losses are finite). `is_finite`: this rank's. Collective."""
+        """(gradient norm of the whole model, whether all losses are finite). `is_finite`: this rank's loss. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -157,7 +155,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares in float64, on the device and without waiting for it."""
+    """Sum of squares in float64, without waiting for the device."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.
@@ -178,21 +176,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make Megatron use torch's Adam in this process; it prefers Transformer Engine's or Apex's, which update on the device."""
+    """Make Megatron use torch's Adam in this process instead of Transformer Engine's or Apex's, which update on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
 
 
 @dataclass
 class Staged:
-    """Host buffers for one weight's update."""
-
     weight: torch.Tensor
     gradient: torch.Tensor
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step` with moments and update on the host. Copies run on their own stream, overlapping with updates."""
+    """Replacement of torch AdamW's `step` with moments and update on the host. Copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

@@ -19,8 +19,8 @@ class PackedRows:
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    """(number of pieces, tokens per piece, tokens attended to by a piece's last token), for adjacent equal pieces. A piece is a row or,
-    with context parallelism, consecutive tokens of a row."""
+    """(number of pieces, tokens per piece, tokens attended to by a piece's last token) of adjacent equal pieces. A piece is a row or, with
+    context parallelism, a part of a row."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -31,17 +31,16 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: tokens attended to, piece by piece, as indices into the tokens gathered from all context-parallel ranks. None without
-    context parallelism."""
+    """[total] int64: tokens attended to, piece by piece, as indices into the tokens gathered from all context-parallel ranks; else None."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece in `seen`, then the length of `seen`."""
+    """[pieces + 1] int32: start of each piece in `seen`, then its length."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Layout without context parallelism. `lengths`: row lengths, on the host. `padding`: the last row is padding."""
+        """Layout without context parallelism. `lengths`: row lengths. `padding`: the last row is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -80,8 +79,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th from the front and from the back,
-    which balances causal attention."""
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks parts, rank i gets the i-th from front and back, which balances causal
+    attention."""
 
     tokens: int
     rank: int
@@ -122,7 +121,7 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows: (this rank's token ids, their layout, split over ranks). An extra row pads to a multiple of `token_multiple`."""
+    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row pads to a multiple of `token_multiple`."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -1,4 +1,4 @@
-"""Recording of expert choices (routes) in a forward pass, and their replay in others."""
+"""Recording of expert choices (routes), and their replay in other forward passes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REPLAYED = ("old_experts", "rollout_experts")
 class Routes:
     """Expert choices of this rank's tokens in a micro-batch.
 
-    They travel with the micro-batch because layers may be recomputed, and pipeline stages interleave micro-batches. Megatron's RouterReplay
-    needs passes in a fixed order.
+    They travel with the micro-batch: layers may be recomputed, and pipeline stages interleave micro-batches, which Megatron's RouterReplay
+    does not support.
     """
 
     places: torch.Tensor
@@ -28,7 +28,7 @@ class Routes:
     all_tokens: int
     """Size of the whole micro-batch, with padding."""
     given: torch.Tensor | None = None
-    """Routes to replay: expert ids [tokens, expert layers, experts per token] int16; the router chooses where -1. None: no replay."""
+    """Expert ids to replay [tokens, expert layers, experts per token] int16; the router chooses where -1."""
     taken: dict[int, torch.Tensor] | None = None
     """Recorded routes: expert layer -> expert ids [tokens, experts per token] int16. None: do not record."""
 
@@ -50,8 +50,8 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, expert ids), both [tokens, experts per token]: replayed ids where given, else the router's choice. Scores are always the
-        router's, so gradients reach it."""
+        """(scores, expert ids), both [tokens, experts per token]: replayed ids where given. Scores are always the router's, so gradients
+        reach it."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -69,8 +69,7 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Collect recorded routes on the host (collective over a model replica): per micro-batch [all tokens, layers * per_token] int16, with
-    padding."""
+    """Collect recorded routes on the host (collective over a model replica): per micro-batch [all tokens, layers * per_token] int16."""
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 

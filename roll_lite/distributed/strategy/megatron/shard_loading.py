@@ -1,7 +1,5 @@
-"""Loading of the distributed optimizer's state; each rank reads only the rows in which it owns entries.
-
-Megatron-Core 0.16 would read the state of whole weights.
-"""
+"""Loading of the distributed optimizer's state. A rank reads only rows in which it owns entries; Megatron-Core 0.16 would read whole
+weights."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ENTRIES = 1 << 22
-"""Maximum weight entries per read (50 MB with moments), unless a single weight is larger."""
+"""Maximum weight entries per read (50 MB with moments); larger weights are read alone."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate the optimizer state of this rank's entries of a weight; return it by name ("param", "exp_avg", "exp_avg_sq"). Adds the
-        tensors to read to `wanted`, by stored name."""
+        """Allocate the optimizer state of this rank's entries of a weight, by name ("param", "exp_avg", "exp_avg_sq"). Adds tensors to read
+        to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -78,8 +76,8 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate the rows of the stored tensor `key` that contain the flat entries `start` to `end` of this rank's shard `piece`. Returns
-        the rows as a ShardedTensor to read into, and a flat view of the entries. Zeros, since vocabulary padding is not stored."""
+        """Allocate the rows of stored tensor `key` with flat entries `start` to `end` of this rank's shard `piece`. Returns the rows as a
+        ShardedTensor to read into, and a view of the entries. Vocabulary padding, which is not stored, stays zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -117,8 +115,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Checkpoint key of a weight's optimizer tensor. `name`: "param" or a moment. None for a missing "param": float32 models have no
-    separate main weights."""
+    """Checkpoint key of a weight's optimizer tensor. `name`: "param" or a moment. None for "param" of float32 models."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

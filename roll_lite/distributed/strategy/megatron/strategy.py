@@ -72,7 +72,7 @@ LOSS = ""
 
 
 class MegatronStrategy(TrainStrategy):
-    """TrainStrategy on Megatron-Core. Needs RANK and WORLD_SIZE (on GPUs also LOCAL_RANK) and torch.distributed initialized."""
+    """TrainStrategy on Megatron-Core. Needs RANK and WORLD_SIZE (on GPUs also LOCAL_RANK) and an initialized torch.distributed."""
 
     layout: RankLayout
 
@@ -304,8 +304,7 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Memory of the tensors in a checkpoint, and dicts with learning rates and step counts. The order depends only on the
-        configuration."""
+        """Tensor memory of a checkpoint, and dicts with learning rates and step counts, in an order fixed by the configuration."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -317,7 +316,7 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Moving average of the weights exported by this rank, on the host in float32: bfloat16 would round small updates to 0."""
+    """Moving average of weights exported by this rank, on the host in float32: bfloat16 would round small updates to 0."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
@@ -337,7 +336,6 @@ class WeightAverage:
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Moving average of a weight, for export."""
         return self.means[weight].detach().to(weight.device)
 
 

@@ -1,5 +1,4 @@
-"""Memory estimate of one rank without running it: one micro-batch with torch's fake tensors (shapes without data) and fake process
-groups."""
+"""Memory estimate of one rank, from one micro-batch with torch's fake tensors (shapes without data) and fake process groups."""
 
 from __future__ import annotations
 
@@ -46,15 +45,15 @@ class RankMemory:
     gradients: int = 0
     optimizer: int = 0
     kept: int = 0
-    """Activations kept from forward to backward of a micro-batch."""
+    """Activations kept from forward to backward."""
     training: int = 0
-    """Peak beyond the state in forward and backward of a micro-batch."""
+    """Peak beyond the state in forward and backward."""
     update: int = 0
     """Peak beyond the state in the optimizer step."""
     forward: int = 0
     """Peak beyond the state in a pass without gradients."""
     inputs: int = 0
-    """Token ids, masks and columns of one micro-batch; those of all micro-batches of a pass exist at once."""
+    """Token ids, masks and columns of one micro-batch; a pass holds those of all its micro-batches."""
     kv_cache: int = 0
 
 
@@ -74,7 +73,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def since(self, start: int) -> int:
-        """Return the peak beyond `start` bytes since the last call, and reset the peak."""
+        """Peak beyond `start` bytes since the last call."""
         peak, self.peak = self.peak, self.now
         return max(peak - start, 0)
 
@@ -95,7 +94,7 @@ class _TracedStrategy(MegatronStrategy):
         """Skip loading: fake tensors hold no weights."""
 
     def state(self) -> tuple[int, int, int]:
-        """Bytes of (weights, gradients, optimizer); a shared storage counts for the first."""
+        """Bytes of (weights, gradients, optimizer); shared storages count for the first."""
         sizes: dict[int, int] = {}
         totals = []
         for group in StateGroup:
@@ -122,7 +121,7 @@ class _TracedStrategy(MegatronStrategy):
         return RankMemory(*self.state(), kept, training, meter.since(base), forward)
 
     def _loss(self, given: ModelInput, loss_fn: LossFn, outputs: Sequence[str]) -> torch.Tensor:
-        """Run this rank's layers, on later stages from a made-up hidden state. Returns the loss, or the next stage's hidden state."""
+        """Run this rank's layers. Returns the loss, or the hidden state for the next stage."""
         hidden: Any = None
         for chunk in self._chunks:
             inner = chunk if self._optimizer is None else chunk.module
@@ -145,8 +144,8 @@ def trace(
     outputs: Sequence[str],
     on_gpu: bool,
 ) -> RankMemory:
-    """Measure one rank of a pipeline stage. `config`: the model's config.json. `batch`: rows of one micro-batch. `on_gpu`: use GPU kernels
-    and block sizes, else a CPU's."""
+    """Measure one rank of a pipeline stage. `config`: the model's config.json. `batch`: rows of one micro-batch. `on_gpu`: use GPU
+    kernels."""
     rank = stage * devices // getattr(spec.strategy, "pipeline_parallel", 1)
     with tempfile.TemporaryDirectory() as folder, _alone(devices, rank, on_gpu):
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
@@ -171,7 +170,7 @@ def _tensors(holders: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
-    """Simulate one of many ranks: process groups are fake, and code that needs real data is replaced."""
+    """Simulate one of many ranks with fake process groups."""
     new_group, preprocess, blocks = dist.new_group, MoEAlltoAllTokenDispatcher.preprocess, vocabulary.Vocabulary.blocks
 
     def fake_group(*args: Any, **options: Any) -> Any:
@@ -182,7 +181,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Send every expert equally many tokens, since fake tensors give no counts."""
+        """Send every expert equally many tokens: fake tensors have no counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 

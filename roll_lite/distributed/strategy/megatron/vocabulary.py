@@ -1,7 +1,4 @@
-"""Logits and softmax, one block of vocabulary words at a time; tensor-parallel ranks may share the vocabulary.
-
-The logits [N, V/tp] never exist as a whole: blocks are dropped after use, and recomputed in the backward pass.
-"""
+"""Logits and softmax, one block of vocabulary words at a time. The logits [N, V/tp] never exist as a whole."""
 
 from __future__ import annotations
 
@@ -17,16 +14,14 @@ FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. exp is exactly 0 even in float64, as are p log p and its gradient; unlike with -inf, the difference
-of two is not NaN."""
+"""Log-prob outside a truncated softmax. exp is exactly 0, even in float64; unlike with -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
     """Share of the vocabulary on this rank (V/tp rows of the output weight), and the softmax of N positions.
 
-    `share`: words per rank. `vocab_size`: all words, without padding. `group`: tensor-parallel group; None: one rank. `targets` [N]: token
-    ids. `temperatures` [N] float32. `kept` [N, K]: token ids of a truncated softmax besides the target, padded with -1; None, or a row of
-    only -1: all. `block_words`: words per block; None: by device.
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `temperatures` [N] float32. `kept` [N, K]: token ids
+    of a truncated softmax besides the target, padded with -1; None, or a row of only -1: all.
     """
 
     def __init__(
@@ -59,7 +54,7 @@ class Vocabulary:
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (block, logits [N, words]) in the weight's dtype, -inf outside the softmax. The caller may overwrite the logits."""
+        """Yield (block, logits [N, words]); -inf outside the softmax. The caller may overwrite the logits."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:
@@ -67,7 +62,7 @@ class Vocabulary:
             yield block, logits
 
     def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
-        """logits / temperatures - sum of shifts (each [N]), in float32; DROPPED outside the softmax. May overwrite the logits."""
+        """logits / temperatures - sum of shifts (each [N]), float32; DROPPED outside the softmax. May overwrite the logits."""
         scaled = logits.float()
         torch.addcmul(-shift[:, None], scaled, self.inverse_temperatures[:, None], out=scaled)
         for further in shifts:
@@ -91,7 +86,7 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] over blocks and ranks for log-probs and entropy, with z = logit - largest logit: sum of exp(z) and of exp(z) * z."""
+    """Sums [N] over blocks and ranks for log-probs and entropy: exp(z) and exp(z) * z, with z = logit - largest logit."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -129,10 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, accumulated from blocks of logit gradients; None if not needed.
-
-    The hidden states' gradient covers only this rank's words; the model sums it over tensor-parallel ranks.
-    """
+    """Gradients of hidden states (from this rank's words) and output weight, accumulated from blocks of logit gradients; None if not
+    needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

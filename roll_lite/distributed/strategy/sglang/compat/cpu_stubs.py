@@ -1,5 +1,5 @@
-"""Dummies of packages that SGLang imports but never calls on a CPU (Triton, CUDA kernels, torchvision, IPython). Installed only in engine
-processes, never with CUDA. Only the hash for sampling seeds is implemented."""
+"""Dummies of packages that SGLang imports but never calls on a CPU (Triton, CUDA kernels, torchvision, IPython). Only the hash for sampling
+seeds is implemented."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""Modules that appear as not installed: SGLang would import all of vLLM for a few operators."""
+"""Modules that appear as not installed, so that SGLang does not import all of vLLM."""
 _LOW = 0xFFFFFFFF
 
 
 class _Anything:
-    """Dummy class."""
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
 class _StandIn(ModuleType):
-    """Dummy module in which every name exists: capitalized names are classes, others modules that also work as decorators."""
+    """Dummy module in which every name exists: capitalized names are classes, others modules usable as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton then finds no active driver
@@ -36,7 +34,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Act as `@triton.jit` or `@triton.jit(...)`: return the kernel unchanged."""
+        """Return the kernel unchanged, as `@triton.jit` or `@triton.jit(...)`."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:
@@ -63,7 +61,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of each row's seed (64 bits), position and column: [rows, columns] uint32, equal to SGLang's Triton kernel."""
+    """MurmurHash3 of seed (64 bits), position and column: [rows, columns] uint32, equal to SGLang's Triton kernel."""
     seed, positions, columns = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None], columns.to(torch.int64)[None, :]
     hashed = torch.zeros_like(seed)
     for block in (seed & _LOW, (seed >> 32) & _LOW, positions & _LOW, columns & _LOW):
@@ -83,7 +81,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Install the dummies. Call once per process, before importing SGLang."""
+    """Install the dummies, once, before importing SGLang."""
     global _library
     if torch.cuda.is_available():
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")

@@ -105,7 +105,7 @@ class SglangEngine:
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        """Kill the server and its process group, only once, because the group id may be reused."""
+        """Kill the server's process group once: its id may be reused."""
         server, self._server = self._server, None
         if server is not None:
             processes = group(server.pid)
@@ -146,7 +146,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """On a CPU nothing is freed; SGLang only records the call."""
+        """Offload parts. On a CPU nothing is freed."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:

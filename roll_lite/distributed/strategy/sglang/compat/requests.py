@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Prompt tokens decoded with the response's first tokens, whose text may depend on them."""
+"""Prompt tokens decoded with the response's first, whose text may depend on them."""
 _INCOMPLETE = "\ufffd"
 """Decoded form of an incomplete character."""
 
 
 def generate_input(request: GenerationRequest, rid: str, max_model_len: int, vocabulary: int, experts: bool = False) -> GenerateReqInput:
-    """`rid`: request id; must not be a prefix of another, since SGLang aborts by prefix. `experts`: ask for expert choices."""
+    """`rid`: request id, not a prefix of another: SGLang aborts by prefix. `experts`: ask for expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -49,10 +49,10 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Convert sampling parameters; SGLang decodes greedily if and only if top_k is 1.
+    """Convert sampling parameters; SGLang decodes greedily only with top_k 1.
 
-    A request with top_k 1 and a temperature must report log-prob 0, unlike greedy decoding, so it is sent with min_p 1, which keeps only
-    the likeliest token. SGLang reports kept tokens only with top_k, so other requests get the vocabulary size as top_k.
+    A sampled request with top_k 1 must report log-prob 0, so it is sent with min_p 1 instead. SGLang reports kept tokens only with top_k,
+    so other requests get the vocabulary size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:
@@ -68,13 +68,12 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True if SGLang must report the tokens kept by truncated sampling."""
+    """True if SGLang must report tokens kept by truncated sampling."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens from index `first` that SGLang has reported (every 50 tokens), without the newest; None if none. `version`: their weight
-    version."""
+    """Tokens from index `first` that SGLang has reported (every 50), without the newest. `version`: their weight version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -92,7 +91,7 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Convert a final output. `aborted`: whether an abort was requested. `experts`: None to omit expert choices."""
+    """Convert a final output. `aborted`: an abort was requested. `experts`: None to omit expert choices."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -127,28 +126,27 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Incremental detokenizer that finds stop strings at the same tokens as vLLM. Special tokens have no text; a character of several
-    tokens appears with the last one."""
+    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last; special tokens have no text."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
-        """`seam`: number of last prompt tokens that belong to the (resumed) response."""
+        """`seam`: number of last prompt tokens that belong to a resumed response."""
         begin = len(prompt_ids) - seam
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
         """Tokens to decode together with the next one."""
         self._shown = len(self._pending)
-        """Number of `_pending` tokens whose text is already in `_text` or in the prompt."""
+        """Number of `_pending` tokens whose text is already known."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Tokens generated so far; negative while tokens of a resumed response are added."""
+        """Tokens generated so far; negative while earlier tokens of a resumed response are added."""
         for token in prompt_ids[begin:]:
             self.next(token)
 
     def next(self, token: int) -> str | None:
-        """Add a token. Returns a stop string that it completes, or None."""
+        """Add a token; return a stop string that it completes."""
         self.tokens += 1
         new = self._new_text(token)
         if not new:

@@ -47,7 +47,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run together. Worker 0 writes all return values to the file `answer`."""
+    """Decorate a method that all workers run. Worker 0 writes the return values to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -61,10 +61,10 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 
 class RolloutScheduler(Scheduler):
-    """SGLang's scheduler with extra methods, which SGLang's RPC calls by name on every worker."""
+    """SGLang's scheduler with methods that SGLang's RPC calls on every worker."""
 
     roll_lite_adapters: IncomingAdapters | None = None
-    """None if weight updates send whole models."""
+    """Set if weight updates send only adapters."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
@@ -74,7 +74,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters of this rank instead of the model's weights."""
+        """Make later weight updates carry LoRA adapters of this rank."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -108,7 +108,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of named tensors (None: all), converted to the given dtypes. Collective over workers."""
+        """Checksums of named tensors (None: all), in the given dtypes. Collective."""
         held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -126,7 +126,7 @@ class RolloutScheduler(Scheduler):
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Return an empty state: this is called every second as liveness check, and SGLang's own method would collect all settings."""
+        """Return an empty state: liveness checks call this every second, and SGLang's own method is slow."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
@@ -137,7 +137,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests; report all tokens of requests re-queued by a pause, of which SGLang would report only those already streamed."""
+        """Abort requests. Of requests re-queued by a pause, SGLang would report only tokens already streamed."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -154,10 +154,10 @@ class RolloutScheduler(Scheduler):
 
 
 class RolloutSampler(Sampler):
-    """Torch sampler for all devices. Truncates like vLLM, and reports log-probs under the sampling distribution."""
+    """Torch sampler that truncates like vLLM and reports log-probs under the sampling distribution."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample tokens. Leaves the truncated distribution in `probs`, from which SGLang reads log-probs and kept tokens."""
+        """Sample tokens. Leaves the truncated distribution in `probs`, which SGLang reports."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
@@ -169,8 +169,7 @@ class RolloutSampler(Sampler):
 
 
 def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Truncate probabilities [rows, vocabulary] in place by min_p, then top_k (ties with the last one stay), then top_p. Renormalizes the
-    rest."""
+    """Truncate probabilities [rows, vocabulary] in place by min_p, then top_k (with ties), then top_p; renormalize the rest."""
     columns = probs.shape[-1]
     probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
     ordered, order = probs.sort(-1, descending=True)
@@ -183,12 +182,11 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def take_seeds_where_given() -> None:
-    """Make SGLang use requests' seeds without its deterministic mode, whose kernels need a GPU. Batches without seeds keep the fast path:
-    seeding takes several passes over [rows, vocabulary] in float64."""
+    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep a faster path."""
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:
-        """Random seeds, one per row; equal on all workers, whose generators have one seed."""
+        """Random seeds, one per row, equal on all workers."""
         return torch.randint(2**62, (len(info),), device=info.device)
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
@@ -209,8 +207,7 @@ def take_seeds_where_given() -> None:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count tokens for min_tokens over all prefills of a request. SGLang's count restarts at 0 when a request is re-queued, and would
-    forbid the end token again."""
+    """Count tokens for min_tokens over all prefills: SGLang's count restarts at 0 when a request is re-queued."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -220,10 +217,7 @@ class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
 
 def ends_with_stop_text(request: Req, _: int = 1) -> bool:
     """Check whether a response ends with a stop string. SGLang's own check ignores min_tokens, searches special tokens' text, and looks
-    back too few tokens.
-
-    State is kept on the request, to survive another prefill.
-    """
+    back too few tokens."""
     parameters = request.sampling_params
     if not parameters.stop_strs:
         return False
@@ -241,7 +235,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the zero heads that SGLang adds on a CPU if there are more workers than key/value heads. RuntimeError if they are not zero."""
+    """Remove the zero heads that SGLang adds on a CPU. RuntimeError if they are not zero."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -260,7 +254,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native expert code to this worker's experts. Others have id -1, which the native code would use as an index."""
+    """Restrict SGLang's native expert code to this worker's experts; others have id -1, which it would use as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -1,6 +1,6 @@
-"""Run an SGLang engine in a separate process, since an exception in SGLang's scheduler kills all parent processes.
+"""Run an SGLang engine in a separate process: an exception in SGLang's scheduler kills all parent processes.
 
-Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is the channel's file descriptor.
+Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _tags(parts: Collection[EngineMemory]) -> list[str]:
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or this node's part of it. Only the first node has a tokenizer manager."""
+    """Launch an engine, or this node's part. Only the first node has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
@@ -82,9 +82,9 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request: SGLang then reports weight versions only at its end."""
+    """True once weights have changed during the request; SGLang then reports weight versions only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once SGLang's scheduler has the request, or the request has ended."""
+    """Set once SGLang's scheduler has the request, or it has ended."""
 
     @property
     def rid(self) -> str:
@@ -92,8 +92,6 @@ class _Running:
 
 
 class EngineServer:
-    """Executes the hosting process's commands."""
-
     def __init__(self, engine: Any, start: Start, channel: PickleChannel) -> None:
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._spec = start.spec
@@ -118,7 +116,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Execute commands; raise Closed when the hosting process is gone."""
+        """Execute the host's commands; raise Closed when the host is gone."""
         while True:
             match await self._channel.receive():
                 case "generate", number, request:
@@ -149,7 +147,7 @@ class EngineServer:
             return await command
 
     async def _ask_scheduler(self) -> None:
-        """Wait for SGLang's scheduler, which answers once per loop iteration."""
+        """Wait for an answer of SGLang's scheduler loop."""
         await self._manager.get_internal_state()
 
     # ------------------------------------------------------------ requests
@@ -186,8 +184,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Progress by request number. `since`: request number -> tokens already reported. `parts`: include new tokens, except for requests
-        with two weight versions."""
+        """Progress by request number. `since`: request number -> tokens already reported. `parts`: include new tokens, unless weights
+        changed."""
         found = {}
         for running in self._running.values():
             # SGLang reports non-streamed requests at their first token and every 50 tokens.
@@ -219,7 +217,7 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
-        """Pause the scheduler. SGLang's own pause would admit held-back requests in no fixed order."""
+        """Pause the scheduler. SGLang's own pause would later admit requests in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
@@ -239,7 +237,7 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Clear the KV cache and set the weight version. The scheduler must be paused."""
+        """Clear the KV cache and set the weight version. Only for a paused scheduler."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True
@@ -252,7 +250,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers; return their answers. Runs in a thread, since it may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers; in a thread, since it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
@@ -262,7 +260,7 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the KV cache; retry while a request runs. Releasing memory without a clear would kill the engine."""
+        """Clear the KV cache, retrying while a request runs."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
@@ -282,7 +280,7 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """Kill the engine's processes. SGLang's own shutdown would also kill the process that removes shared memory."""
+    """Kill the engine's processes, except the one that removes shared memory."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()
@@ -290,7 +288,7 @@ def end(engine: Any) -> None:
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
-    """Kill the engine, remove its folder in case the host is gone, and exit."""
+    """Kill the engine, remove its folder, and exit."""
     end(engine)
     remove_folder(Path(scratch))
     os._exit(0)  # does not wait for unread sockets

@@ -170,8 +170,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """ValueError if the longest request does not fit into the KV cache (`cache_tokens`), where SGLang would silently cut its response.
-    SGLang admits a request only if one more page and one more token remain free."""
+    """ValueError if the longest request does not fit into the KV cache (`cache_tokens`): SGLang would cut its response. SGLang keeps one
+    page and one token free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -195,7 +195,7 @@ def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
 
 
 def keep_files_in(folder: Path) -> None:
-    """Make SGLang keep its files and error log in this folder. Runs first in every engine process."""
+    """Make SGLang keep files and its error log in this folder. Call first in every engine process."""
     from sglang.srt.managers import load_snapshot
 
     # SGLang's default is /dev/shm, where a failed start leaves this file.
@@ -207,7 +207,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """First exception in the engine's log, in one line; later ones are consequences. None without a log."""
+    """First exception in the engine's log, in one line; later ones are consequences."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the LoRA matrices for all requests. B is already multiplied by alpha / rank."""
+    """Replace the LoRA matrices of all requests. B already includes alpha / rank."""
     known = runner.lora_manager._adapter_manager
     mapper = getattr(known.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(
@@ -35,7 +35,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def multiply_plainly() -> None:
-    """Make vLLM apply the only adapter by plain matrix products on a CPU; it would gather A and B per token."""
+    """Make vLLM apply the only adapter by plain matrix products on a CPU, instead of gathering A and B per token."""
 
     def add_lora_linear(
         self: PunicaWrapperCPU,

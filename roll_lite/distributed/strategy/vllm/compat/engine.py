@@ -39,7 +39,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments, equal on all nodes of a multi-node engine except for the node's number."""
+    """Engine arguments; on other nodes of an engine only the node's number differs."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -49,8 +49,6 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
 
 
 class VllmProcesses:
-    """Environment and files of vLLM's processes on one node."""
-
     name = "vLLM"
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -64,7 +62,7 @@ class VllmProcesses:
 
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        """Set the environment and a scratch folder for processes started inside the block."""
+        """Set environment and scratch folder of processes started inside the block."""
         os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
@@ -76,7 +74,7 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine on its first node. If vLLM's process dies, only `generate` and `abort` of AsyncLLM return; other calls hang."""
+    """vLLM engine on its first node. After its death, calls other than `generate` and `abort` hang."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -87,7 +85,7 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine, blocking the event loop: its processes belong to the thread that starts them."""
+        """Start the engine, blocking the event loop: processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
@@ -149,8 +147,7 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of likeliest tokens whose log-probs show which tokens truncation kept: 0 for greedy decoding; None if not requested
-        (keep_mask)."""
+        """Number of likeliest tokens whose log-probs show what truncation kept: 0 for greedy decoding; None if not requested."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -190,13 +187,13 @@ class VllmEngine(VllmProcesses):
         await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
-        """Drop the KV cache. Running requests are recomputed under the new weights."""
+        """Drop the KV cache. Running requests are recomputed under new weights."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         """Offload by worker calls, since vLLM's `wake_up` would resume a paused engine.
 
-        vLLM cannot offload weights alone: with `cache_stays`, the cache is allocated again. On a CPU only the cache is freed.
+        vLLM cannot offload weights alone: with `cache_stays`, the cache is reallocated. On a CPU only the cache is freed.
         """
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
@@ -222,12 +219,12 @@ class VllmEngine(VllmProcesses):
 
 
 class VllmPart(VllmProcesses):
-    """Workers of a vLLM engine on a node other than the first (as `vllm serve --headless`)."""
+    """Workers of a vLLM engine on a further node (like `vllm serve --headless`)."""
 
     _executor: MultiprocExecutor | None = None
 
     async def start(self) -> list[int]:
-        """Start the workers in this thread, to which they belong. Blocks the event loop until workers of all nodes have connected."""
+        """Start the workers in this thread. Blocks the event loop until all nodes have connected."""
         with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

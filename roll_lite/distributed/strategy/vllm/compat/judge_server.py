@@ -1,7 +1,6 @@
-"""Run vLLM's OpenAI-compatible server for a judge model in a separate process that ends with its starter.
+"""Run vLLM's OpenAI-compatible server for a judge model, in a separate process that ends with its starter.
 
-Run as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session, so that one signal reaches all its
-processes.
+Run as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """Replace SageMaker's package by a dummy: vLLM's CPU build would need five more packages for two SageMaker routes."""
+    """Replace SageMaker's package, which vLLM's CPU build imports for two routes, by a dummy."""
     if find_spec(SAGEMAKER) is not None:
         return
 

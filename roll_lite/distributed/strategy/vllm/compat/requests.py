@@ -1,4 +1,4 @@
-"""Conversion of requests to vLLM's format and of its outputs to completions."""
+"""Conversion of requests to vLLM's format, and of outputs to completions."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 ADAPTERS = 1
 """Id of the only LoRA adapter (`lora_int_id`)."""
 STOP_IDS = 120
-"""Maximum `stop_token_ids` beside `min_tokens`. On GPUs vLLM's sampler has room for 128, including end tokens, and more kill the engine."""
+"""Maximum `stop_token_ids` beside `min_tokens`. vLLM's GPU sampler has room for 128, with end tokens; more kill the engine."""
 
 
 def adapters_request() -> LoRARequest:
-    """LoRA request of the only adapter. vLLM reads its path only if no adapter is loaded."""
+    """LoRA request. vLLM reads the path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """`alternatives`: number of likeliest tokens whose log-probs are returned besides the sampled token's."""
+    """`alternatives`: number of likeliest tokens whose log-probs are returned."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -62,7 +62,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Prompt in the only form that vLLM handles without a thread; otherwise requests may overtake each other."""
+    """Prompt in the only form that vLLM handles without a thread, so that requests stay in order."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -76,8 +76,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert a final output. `version`: weight version if the output has none. `alternatives`: log-probs requested per token, for kept_ids
-    (None: no kept_ids). `experts`: None to omit expert choices."""
+    """Convert a final output. `version`: default weight version. `alternatives`: log-probs requested per token, for kept_ids. `experts`:
+    None to omit expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -100,7 +100,7 @@ def completion(
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
-    """Tokens since the last progress report, without the newest; None if none."""
+    """Tokens since the last report, without the newest."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     first = flight.reported
     found = state.logprobs_processor.logprobs
@@ -119,8 +119,7 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    """Ids kept by truncated sampling, per position; all empty if `alternatives` is 0 (nothing was dropped). vLLM's `return_sampling_mask`
-    works only on GPUs with top_k."""
+    """Ids kept by truncated sampling, per position; empty for greedy decoding. vLLM's `return_sampling_mask` needs a GPU and top_k."""
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
@@ -132,8 +131,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in a resumed response's earlier tokens, which are the end of the prompt. vLLM searches only
-    new text, so the detokenizer starts with the last SEAM (extra request argument) prompt tokens."""
+    """Make vLLM find stop strings that begin in a resumed response's earlier tokens, at the end of the prompt: the detokenizer starts with
+    them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

@@ -87,7 +87,7 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
-    """Environment variables to set before the hosting process imports vLLM; engine processes inherit them."""
+    """Environment variables to set before vLLM is imported."""
     reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # vLLM's default is the address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
@@ -114,7 +114,7 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
     """Maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random generator, which
-    torch does not support there, so a seeded request would kill the engine."""
+    kills the engine there."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 
