@@ -35,7 +35,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""For calls beside a worker's work: `until_death`, `place` (heartbeat), `stacks`."""
+"""Threads for calls beside a worker's work: `until_death`, `place` (heartbeat), `stacks`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Ray actor class, and Ray options for watchdog calls (None: unwatched)."""
+    """Ray actor class, and Ray options for liveness calls (None: unwatched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")

@@ -47,7 +47,7 @@ class Policy:
     start_timeout_s: float | None
     """Time limit per attempt; None: unlimited."""
     restarts: int | None = None
-    """Limit per member; None: unlimited."""
+    """Maximum restarts per member; None: unlimited."""
     attempts: int = 3
     path: str = ""
 
@@ -79,7 +79,7 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Starts and watches members (engines, reward workers, ...), and restarts lost ones.
+    """Supervisor of members (engines, reward workers, ...): starts, watches and restarts them.
 
     `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
     the fleet. `down(error)` is called once, when no member is left.

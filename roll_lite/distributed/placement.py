@@ -111,7 +111,6 @@ class Placement:
         return Slot(strategy, reserved=group, own_gpus=devices if self._kind == "GPU" else 0)
 
     def release(self) -> None:
-        """Release the devices; processes on them are killed."""
         remove_placement_group(self.group)
 
 
@@ -220,8 +219,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign each node number the first Ray node with enough room that leaves room for later numbers; else None. `room`: free devices by
-    Ray node. `wanted`: devices by node number."""
+    """Assign each node number a Ray node with enough free devices; None if impossible. Takes the first node that leaves enough for later
+    numbers. `room`: free devices by Ray node. `wanted`: devices by node number."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -278,7 +277,7 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key for GPU numbers; UUIDs are possible too."""
+    """Sort key: GPU number, or UUID if `CUDA_VISIBLE_DEVICES` lists UUIDs."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 

@@ -85,7 +85,7 @@ class RankGroup:
         """Methods in flight, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
         self.pulses: list[Pulse] = []
-        """By rank; empty if unwatched."""
+        """Heartbeats by rank; empty if unwatched."""
         self.started = False
         self.end: str | None = None
         self._watch_options = watch
@@ -199,7 +199,7 @@ class LivenessWatch:
         return {(name, rank): place for name, rank, place in found if place is not None}
 
     def where(self, name: str, rank: int) -> str:
-        """Return " on ADDRESS" for a rank, or "" if unknown or on the only node."""
+        """Return " on ADDRESS" for a rank, or "" if unknown or if all ranks share one node."""
         places = self.places()
         place = places.get((name, rank))
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"

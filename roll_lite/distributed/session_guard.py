@@ -1,4 +1,4 @@
-"""Guard process that cleans up after a driver's Ray session.
+"""Guard process that cleans up after a driver's Ray session and records the driver's death.
 
 Not all children of Ray's processes die with the driver. When the driver ends, the guard kills every process with the session's mark in its
 environment or with open files of the session. Two guards run, in case one is killed with the driver. Every Ray worker imports this file, so

@@ -100,7 +100,6 @@ class Watchdog:
             raise Preempted
 
     def preempted_for(self, seconds: float) -> float:
-        """Seconds left until `seconds` after the SIGTERM, at least LEAST_SECONDS."""
         assert self.preempted_at is not None
         return max(LEAST_SECONDS, self.preempted_at + seconds - time.monotonic())
 

@@ -186,7 +186,7 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the process groups, else peers wait until their timeout."""
+        """Close the process groups, so that peers do not wait until their timeout."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():

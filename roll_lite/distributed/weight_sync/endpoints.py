@@ -180,7 +180,7 @@ class WeightSender:
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Replace the transfer group. Ranks that send no tensors do not join."""
+        """Leave the old transfer group and join a new one. Ranks that send no tensors do not join."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
@@ -257,7 +257,7 @@ class WeightReceiver:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
-        """Replace the transfer group, as member `number`; an unfinished update is dropped."""
+        """Leave the old transfer group, drop an unfinished update, and join a new group as member `number`."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)

@@ -64,11 +64,11 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Key written only by `interrupt`; _EPOCH only by member 0. With one writer per key, an epoch never decreases."""
+"""Store key written only by `interrupt`; _EPOCH only by member 0. With one writer per key, an epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Store keys of step n are deleted at step n + 2: all members have read them."""
+"""Store keys of step n are deleted at step n + 2; until then a member may still read them."""
 
 
 class TransferError(RuntimeError):

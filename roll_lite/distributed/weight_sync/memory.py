@@ -59,7 +59,7 @@ class BucketSegment(Watched):
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Existing mappings in readers stay valid."""
+        """Release the segment; readers keep their mappings."""
 
 
 class SharedSegment(BucketSegment):

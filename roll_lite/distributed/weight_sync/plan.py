@@ -113,7 +113,6 @@ class TransferPlan:
 
     routes: tuple[Route, ...]
     trainers: tuple[int, ...]
-    """Training ranks that send, by member number."""
     engines: Mapping[int, int]
 
     @property

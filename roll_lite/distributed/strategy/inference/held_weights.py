@@ -109,7 +109,7 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """For each matrix fused into a layer: (rows on this worker, number of workers with the same rows)."""
+    """Return two lists by fused matrix: rows on this worker, and number of workers with the same rows."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

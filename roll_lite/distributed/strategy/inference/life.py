@@ -44,7 +44,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. After the first bucket, weights are mixed."""
+    """Bucket transfer failed. If it was the first bucket, the old weights are intact."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -92,7 +92,7 @@ class EngineLife:
         """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if generation is paused in the engine process; None: unknown after a cancelled call."""
+        """True if generation is paused in the engine process; None: unknown (a call is running or was cancelled)."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()
@@ -103,7 +103,6 @@ class EngineLife:
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:
-        """Wait for the engine's death; return the cause."""
         await self._died.wait()
         assert self.failure is not None
         return self.failure
@@ -191,7 +190,7 @@ class EngineLife:
             self._died.set()
 
     def _follow(self) -> None:
-        """Derive the state from pause and offloads, unless an update is unfinished."""
+        """Derive the state from pause and offloads, unless a weight update is running or failed halfway."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 

@@ -1,7 +1,7 @@
 """Detection of an engine without steps although its processes live: a hung kernel, a deadlock.
 
 The engine's loop answers between steps, which are short, since prompts are prefilled in chunks. The engine is stuck if an answer takes much
-longer than the longest step so far, without time for kernel compilation.
+longer than the longest step so far, not counting kernel compilation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LISTEN_S = 0.25
 LATE = 0.5
 """Fraction of the limit after which compiler processes are looked for; while one runs, time does not count."""
 SLOWER = 4.0
-"""Minimum limit as a multiple of the longest step since the first response."""
+"""Minimum limit as a multiple of the longest step so far."""
 FIRST_STEPS = 40.0
 """Factor of the limit until the first response has ended: kernels are compiled until then."""
 

@@ -162,7 +162,6 @@ class EngineStrategy(InferenceStrategy):
             await self._settle()
 
     async def _settle(self) -> None:
-        """Pause or resume the engine process to match the state."""
         self._require(EngineEvent.RESUME)  # forbidden only before the start and after the engine's death
         halt = self.life.state is not EngineState.SERVING
         if halt and not self.life.halted:
@@ -300,7 +299,7 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ liveness
 
     def _check(self) -> str | None:
-        """Return why the engine cannot serve, if so. Detects dead processes."""
+        """Return why the engine cannot serve, or None. Detects dead processes."""
         if self.life.failure is None and (self.make.is_dead() or not self.processes.running()):
             self.life.die(DIED)
         return self.life.failure

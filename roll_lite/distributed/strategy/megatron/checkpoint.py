@@ -94,7 +94,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Drop the optimizer: Megatron requires equal state on all ranks."""
+    """Drop the optimizer, which differs between ranks; Megatron requires the rest to be equal."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -214,7 +214,8 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process: Megatron's own forks, which can hang with threads of Ray, gloo and CUDA."""
+    """Megatron save strategy that writes from this process. Megatron's own strategy forks, which can hang with threads of Ray, gloo and
+    CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -289,7 +290,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replacement in Megatron-Core 0.16, which wrongly looks for `step` among the tensors."""
+    """Replacement for a method of Megatron-Core 0.16, which looks for `step` among the tensors instead of the parameter groups."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -48,7 +48,7 @@ class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
     Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability), 1 if
-    even. Counting whole rows makes it independent of micro-batches and ranks.
+    even. Counting whole rows makes the loss independent of micro-batches and ranks.
     """
 
     def __init__(self, coef: float) -> None:

@@ -22,7 +22,8 @@ def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **o
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward. The last pipeline stage returns `on_head(stage output, input)` per micro-batch, others []."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` per micro-batch, others
+    []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)

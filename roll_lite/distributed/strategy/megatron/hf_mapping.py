@@ -130,7 +130,6 @@ class Binding:
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
-    """Bind all parameters of this rank's model chunks."""
     bindings: list[Binding] = []
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())

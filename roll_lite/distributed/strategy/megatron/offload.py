@@ -23,7 +23,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """None for gradients, which are dropped, and for state never offloaded."""
+    """Host copy; None for gradients, which are dropped, and before the first offload."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -41,7 +41,6 @@ class StateMover:
         self.moved = Moved()
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Offload groups; their device memory is free on return."""
         start = time.perf_counter()
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
@@ -91,7 +90,7 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Like `require`, and mark host copies as outdated, which the next offload would otherwise reuse. `trained_only`: except copies of
+        """Call `require`, then mark host copies as outdated, which the next offload would otherwise reuse. `trained_only`: except copies of
         frozen weights."""
         self.require(*groups)
         for group in groups:

@@ -31,7 +31,8 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: tokens attended to, piece by piece, as indices into the tokens gathered from all context-parallel ranks; else None."""
+    """[total] int64: tokens attended to, piece by piece, as indices into the tokens gathered from all context-parallel ranks. None without
+    context parallelism."""
     seen_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece in `seen`, then its length."""
     routes: Routes | None = None

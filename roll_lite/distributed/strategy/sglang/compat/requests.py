@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Prompt tokens decoded with the response's first, whose text may depend on them."""
+"""Number of prompt tokens decoded with the response's first tokens, whose text may depend on them."""
 _INCOMPLETE = "\ufffd"
 """Decoded form of an incomplete character."""
 
@@ -68,7 +68,6 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True if SGLang must report tokens kept by truncated sampling."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 

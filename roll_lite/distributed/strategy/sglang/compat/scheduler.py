@@ -126,7 +126,7 @@ class RolloutScheduler(Scheduler):
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Return an empty state: liveness checks call this every second, and SGLang's own method is slow."""
+        """Return an empty state: liveness checks call this every second, and SGLang's own method collects all settings."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
@@ -137,7 +137,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests. Of requests re-queued by a pause, SGLang would report only tokens already streamed."""
+        """Abort requests and report all their tokens; of re-queued requests, SGLang would report only streamed ones."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)

