@@ -167,9 +167,9 @@ def _mark_weights(bindings: Sequence[Binding]) -> None:
         # alone, and clipping is wrong.
         if binding.entry.cut is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, binding.entry.cut, 1)
-        # False: the gradient is reduced over other ranks than a dense weight's. Megatron sets it only under expert parallelism. Without it, gradients would miss
-        # other tensor ranks' tokens if expert_tensor_parallel < tensor_parallel, and checkpoints would not load under another
-        # expert_parallel.
+        # False: the gradient is reduced over other ranks than a dense weight's. Megatron sets it only under expert parallelism. Without it,
+        # gradients would miss other tensor ranks' tokens if expert_tensor_parallel < tensor_parallel, and checkpoints would not load under
+        # another expert_parallel.
         if binding.entry.of_experts:
             weight.allreduce = False
 
