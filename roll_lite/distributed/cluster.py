@@ -1,9 +1,7 @@
-"""A role's workers as one object. Calls pass the method itself, so editors find its definition: `cluster.start_scatter(ActorWorker.train,
-shares)`.
+"""Ray actors of one role, called by passing the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-`all` calls every rank that starts with the cluster (engines may join later, see ClusterSpec.first), `one` calls rank 0, and `each` calls
-every living rank of a cluster whose ranks are independent. `start_scatter` sends shard i to all ranks of data-parallel rank i,
-`heads_scatter` only to the first of them. Variants with `start_` return at once.
+`all`: every rank; `one`: rank 0; `each`: living ranks of a cluster with independent ranks (engines). `start_scatter`: shard i to all ranks
+of data-parallel rank i; `heads_scatter`: only to the first. `start_` variants do not wait.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads of a worker for calls that must run beside its work: `until_death`, which fails when the process dies, the heartbeat `place`, and
-`stacks`, which returns a stuck rank's stack traces."""
+"""Threads for calls beside a worker's work: `until_death`, `place` (heartbeat), `stacks`."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +46,13 @@ class ClusterSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log_folder: Path | None = None
     timeout_s: float | None = None
-    """Time limit of every call; None: unlimited. Dead and failing ranks are noticed anyway."""
+    """Time limit of every call; None: unlimited."""
     first: int | None = None
-    """Number of ranks that start with the cluster; None: all. The others start once devices for their slots are free, and count as lost
-    until then."""
+    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot, all with the same arguments. Does not wait: the first call to the cluster does. If a constructor fails,
-    the failure's phase is `start`."""
+    """Start one worker per slot. Does not wait: the first call raises constructor errors."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -75,7 +70,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return the Ray actor class, and the Ray options of the calls that detect the actor's death or silence (None: unwatched)."""
+    """Ray actor class, and Ray options for liveness calls (None: unwatched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -96,7 +91,7 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
         "OMP_NUM_THREADS": str(spec.threads),
         ROLE: spec.name,
         **({LOG_FILE: str(log)} if log else {}),
-        **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # Ray must choose the GPUs
+        **({"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if slot.own_gpus else {}),  # let Ray choose the GPUs
         **gpus,
         **spec.env,
     }
@@ -117,7 +112,6 @@ class Cluster(Generic[W_co]):
 
     @property
     def actors(self) -> list[Any]:
-        """Ray handles in rank order, for actors that call the workers directly."""
         return list(self.group.actors)
 
     @property
@@ -126,7 +120,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Numbers of the living ranks. If none lives: empty if lost ranks are replaced, else raises RankFailed."""
+        """Living ranks. RankFailed if there are none and lost ranks are not replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -135,7 +129,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Parallel coordinates of the ranks, in rank order. Fetched at first use, after strategies are initialized."""
+        """Parallel layout by rank, fetched once. Strategies must be initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]
@@ -162,12 +156,11 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Call the method on all living ranks; for independent ranks, such as engines. Returns results by rank; ranks that die during the
-        call are left out."""
+        """Call all living ranks, which must be independent. Returns results by rank, without ranks that die during the call."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i to the head rank of data-parallel rank i; returns the results in that order."""
+        """Send shard i to the head rank of data-parallel rank i. Returns results in shard order."""
         self._check_shards(method, shards)
         calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
         return self._start(method, calls, kwargs, list).result()
@@ -199,10 +192,9 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
-        """Send shard i, even if empty, to all workers of data-parallel rank i. Returns the results of the head ranks, in the order of the
-        shards."""
+        """Send shard i to all ranks of data-parallel rank i. Returns the head ranks' results."""
         self._check_shards(method, shards)
-        # Ranks of one data rank share a copy in the object store; a shard for a single rank travels with its call.
+        # Several ranks share one copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)
         calls = {layout.rank: (shared[layout.data_rank], *args) for layout in self.layouts}
         heads = self._head_ranks()
@@ -224,7 +216,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Call the method on the ranks in `args`. `collect` turns the results, in the same order, into one."""
+        """Call ranks with their `args`; `collect` combines the results."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 
@@ -237,7 +229,7 @@ class Cluster(Generic[W_co]):
         return Pending(self.group, method.__name__, calls, lambda values: {call.rank: call.value for call in calls if not call.lost})
 
     def _introduce(self) -> None:
-        """Wait for all constructors, and tell every rank the address of rank 0. Runs before the first call."""
+        """Wait for all constructors, and tell every rank the address of rank 0."""
         if self.group.started:
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit

@@ -1,8 +1,7 @@
-"""Data flow of a batch: the driver gets only columns with one number per row. Columns with an entry per token pass from worker to worker
-through Ray's object store.
+"""Batches whose tokens bypass the driver.
 
-A worker stores its columns as one block. The driver sends shards, which say where each row's columns are stored; workers fetch them. A
-block lives as long as a Batch or a shard refers to it.
+Workers store per-token columns as blocks in Ray's object store. The driver holds one value per sample and column, and sends shards with
+references. A block lives while a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NAMED_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some samples, stored in one or several objects of Ray's object store."""
+    """Columns of some samples in Ray's object store."""
 
     refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
@@ -34,7 +33,7 @@ class Block:
     objects: np.ndarray
     """[n] int32: index in `refs` of each sample's object."""
     rows: np.ndarray
-    """[n] int32: row of each sample in its object, which may hold other samples too."""
+    """[n] int32: row of each sample in its object."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
@@ -43,7 +42,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Put a worker's columns, which must include `sample`, into the object store."""
+    """Put columns, which must include `sample`, into the object store."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -70,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank. It holds references to tokens, not tokens."""
+    """Batch part of one data-parallel rank, with references instead of tokens."""
 
     rows: DataProto
     keys: tuple[str, ...]
@@ -87,7 +86,7 @@ class BatchShard:
 
 
 class Batch:
-    """A batch as the driver sees it: `rows` has columns with one value per sample, blocks hold everything else."""
+    """Driver's view of a batch: `rows` has one value per sample and column, blocks hold per-token columns."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         if SAMPLE not in rows:
@@ -103,8 +102,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """By column, for each row of the batch: index in `_refs` of the object that stores the value, and the row in that object. Both are
-        NOWHERE if no block has the value yet."""
+        """Column -> (index in `_refs`, row in that object) of each batch row; NOWHERE if missing."""
         self.add(blocks)
 
     def __len__(self) -> int:
@@ -122,7 +120,6 @@ class Batch:
         return [*self.rows.keys(), *complete]
 
     def lacking(self, keys: Iterable[str]) -> np.ndarray:
-        """Numbers of the rows that lack one of these columns."""
         lacks = np.zeros(len(self), dtype=bool)
         for key in keys:
             if key not in self.rows:
@@ -154,7 +151,7 @@ class Batch:
             self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
-        """Cut the batch into one shard per data-parallel rank. `parts`: row numbers of each rank, possibly none."""
+        """Split the batch into one shard per data-parallel rank. `parts`: row indices of each."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]
@@ -166,7 +163,7 @@ class Batch:
         for key in keys:
             if key not in self.rows:
                 held, row = self._where[key]
-                # A shard without rows takes its columns' types from any object that has them.
+                # An empty shard takes its column types from any object that has the columns.
                 named = (held[part].tobytes(), row[part].tobytes()) if len(part) else (str(self._first_object(key)).encode(), b"")
                 together.setdefault(named, []).append(key)
         rows = self.rows.select([key for key in keys if key in self.rows]).take(part)

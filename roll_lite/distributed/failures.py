@@ -1,4 +1,4 @@
-"""Failures of clusters: role, rank, phase and cause."""
+"""Errors of a cluster's ranks and a fleet's members, and their description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster: a rank raised, died or exceeded its time limit. All ranks have been ended."""
+    """First failure of a cluster: a rank raised, died or timed out. All ranks have been killed."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, is_loss: bool = False) -> None:
         super().__init__(role, rank, phase, cause, is_loss)
@@ -25,7 +25,7 @@ class RankFailed(RuntimeError):
         self.phase = phase
         self.cause = cause
         self.is_loss = is_loss
-        """True if the rank died or hung, so a new one may succeed; False if it raised an error, which would come again."""
+        """True if the rank died or hung, so a restart may help."""
         self.where = ""
         """" on ADDRESS" in a cluster of several nodes, else empty."""
 
@@ -34,15 +34,13 @@ class RankFailed(RuntimeError):
 
 
 class MemberLost(Exception):
-    """An engine, reward worker or other member of a Fleet is lost; holds the cause."""
-
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         self.cause = cause
 
 
 class FleetDown(RuntimeError):
-    """Every member of a Fleet is dead: every engine, for example. `place`: number of the member that died last."""
+    """Every member of a Fleet is dead. `place`: the last one's number."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -55,8 +53,6 @@ class FleetDown(RuntimeError):
 
 
 class ClusterDead(RuntimeError):
-    """Call to a cluster that has already failed or been shut down."""
-
     def __init__(self, role: str, cause: str) -> None:
         super().__init__(role, cause)
         self.role = role
@@ -71,24 +67,24 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if the error means the loss of an engine, which other engines survive: its process died, or it raised MemberLost."""
+    """True if a Fleet's member is lost: a dead process, or MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if another rank's death may have caused the error: collectives report that as RuntimeError or OSError."""
+    """True if another rank's death may be the cause: broken collectives raise RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """True if a call failed although no rank died: through a network or device error, or an object that was lost with its node."""
+    """True for network and device errors, and for objects lost with their node."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     names = {one.__name__ for one in type(cause).__mro__}
     return bool(names & {"DistError", "AcceleratorError", "ObjectLostError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Cause of an error in one line. `name`: who failed, if the error does not say so."""
+    """One-line cause. `name`: the failed process, if the error does not name it."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -98,7 +94,7 @@ def cause_of(error: BaseException, name: str = "") -> str:
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """Cause in one line, then the remote traceback, or the end of a dead process's log."""
+    """One-line cause, then the remote traceback or the end of a dead process's log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         is_loss = isinstance(error.cause, MemberLost | FleetDown)
@@ -120,7 +116,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log. Exceptions that only refer to a "root cause above" are skipped."""
+    """Last exception in the rank's log, except references to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

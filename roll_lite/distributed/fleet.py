@@ -1,6 +1,6 @@
-"""Fleets of members that die independently: engines, reward workers, reward models, judge servers.
+"""Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost.
 
-A fleet knows neither Ray nor samples, and belongs to one event loop. Training ranks, which all end if one dies, form a `RankGroup`.
+A fleet belongs to one event loop. Training ranks, which die together, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -17,39 +17,38 @@ from roll_lite.distributed.liveness import Heartbeat, first_of
 
 ASK_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
-"""Time within which an idle member must answer."""
+"""Timeout for an idle member's answer."""
 
 
 class Member(Protocol):
-    """Engine, reward worker or server in a Fleet; may consist of several processes."""
+    """Engine, reward worker or server: one or several processes."""
 
     name: str
 
     async def start(self) -> None:
-        """Start, or restart after a loss; returns when the member can serve."""
+        """Start or restart; returns when the member can serve."""
         ...
 
     async def until_lost(self) -> str:
-        """Wait until the member dies; returns the cause. Called once after every start."""
+        """Wait until the member dies; return the cause. Called after every start."""
         ...
 
     def kill(self) -> None:
-        """Kill all remaining processes, if any."""
+        """Kill all remaining processes."""
         ...
 
 
 class SlowStart(MemberLost):
-    """A Fleet's member did not start within its time limit."""
+    pass
 
 
 @dataclass(frozen=True)
 class Policy:
     start_timeout_s: float | None
-    """Time limit of one attempt to start; None: unlimited."""
+    """Time limit per attempt; None: unlimited."""
     restarts: int | None = None
-    """Maximum restarts of each member; None: unlimited."""
+    """Maximum restarts per member; None: unlimited."""
     attempts: int = 3
-    """Attempts to start a member at each restart."""
     path: str = ""
 
 
@@ -57,9 +56,9 @@ class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
-    """The member is dead and about to be restarted."""
+    """Dead, to be restarted."""
     DOWN = "down"
-    """The member is dead and has no restarts left."""
+    """Dead, with no restarts left."""
 
 
 M = TypeVar("M", bound=Member)
@@ -80,9 +79,11 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Starts members (engines, reward workers, ...), watches them, and replaces lost ones. After each start `serve(member)` runs; it is
-    cancelled when the member is lost. If `serve` ends by itself, the member counts as lost. `lost(member, cause)` is called at each loss,
-    before a restart. `down(error)` is called once, when no member is left. An error in `lost` ends the fleet."""
+    """Supervisor of members (engines, reward workers, ...): starts, watches and restarts them.
+
+    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
+    the fleet. `down(error)` is called once, when no member is left.
+    """
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Fleet(Generic[M]):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start all members in parallel. If one fails, all are ended and its error is raised unchanged."""
+        """Start all members in parallel. If one fails, kill all and raise its error."""
         starting = [asyncio.create_task(self._start(seat)) for seat in self._seats.values()]
         try:
             await asyncio.gather(*starting)
@@ -123,7 +124,7 @@ class Fleet(Generic[M]):
         self.tend()
 
     def tend(self) -> None:
-        """Watch the members from now on; starts those not started yet."""
+        """Watch the members, and start those not started yet."""
         self._tasks = [asyncio.get_running_loop().create_task(self._tend(seat)) for seat in self._seats.values()]
 
     @property
@@ -131,7 +132,7 @@ class Fleet(Generic[M]):
         return bool(self._tasks)
 
     def close(self, kill: bool = True) -> None:
-        """Stop watching. `kill`: kill the members; False if another owner does that."""
+        """Stop watching; `kill`: also kill the members."""
         for task in self._tasks:
             task.cancel()
         for member in self.members if kill else ():
@@ -146,15 +147,13 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Member number -> cause of loss, for members that are lost and do not serve again yet."""
+        """Member number -> cause, for members not yet serving again."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
-        """Wait until the member is in one of these states."""
         await self._until(lambda: self.state(member) in states)
 
     async def in_service(self) -> None:
-        """Wait until a member serves; raises FleetDown if none is left."""
         await self._until(lambda: self.end is not None or bool(self.serving))
         if self.end is not None:
             raise self.end
@@ -167,7 +166,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Mark the member busy inside the block. Waits first if `drained` demands idle members."""
+        """Mark the member busy inside the block; waits for the end of `drained` blocks."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -179,8 +178,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Keep all members idle inside the block. Waits first until no member works or starts. Members that are lost inside the block
-        restart after it."""
+        """Keep all members idle inside the block, once none is busy or starting. Lost members restart after the block."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
@@ -207,7 +205,7 @@ class Fleet(Generic[M]):
                     if all(one.state is MemberState.DOWN for one in self._seats.values()):
                         self._finish(cause, seat.place)
                     return
-        except Exception as error:  # a bug, here or in a callback: end the fleet, so that no caller waits for ever
+        except Exception as error:  # a bug, here or in a callback: end the fleet, so that no caller waits forever
             seat.cause = cause_of(error, self.name)
             self._enter(seat, MemberState.DOWN)
             self._finish(seat.cause, seat.place)
@@ -285,6 +283,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Ask a member for an answer at intervals while it is idle. Returns the cause when an answer takes longer than SILENCE_SECONDS."""
+    """Poll an idle member by `ask`. Returns a message if an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

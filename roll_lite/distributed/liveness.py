@@ -1,4 +1,4 @@
-"""Liveness of processes: time without an answer, time stopped by SIGSTOP, and process state."""
+"""Liveness of processes: heartbeats, and detection of processes stopped by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer, summed over calls of `look`. Each call adds at most `most_s`, so a pause of the measuring process itself
-    hardly counts."""
+    """Seconds without an answer. Each `look` adds at most `most_s`, so that pauses of this process hardly count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -22,7 +21,7 @@ class Silence:
         self._looked: float | None = None
 
     def look(self, most_s: float) -> float:
-        """Add the time since the last call, at most `most_s`. Returns the silence so far, in seconds."""
+        """Add the time since the last call, at most `most_s`; return the total."""
         now = self._clock()
         if self._looked is not None:
             self.seconds += min(now - self._looked, most_s)
@@ -31,7 +30,7 @@ class Silence:
 
 
 class Heartbeat:
-    """Asks a process for an answer at intervals. A process that is stopped, hangs or holds Python's GIL gives none."""
+    """Periodic liveness check. A process that is stopped, hangs or holds the GIL does not answer."""
 
     def __init__(
         self,
@@ -41,8 +40,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: time limit of an answer; None: unlimited. `pause_s`: pause between an answer and the next question. `look_s`: polling
-        interval while an answer is awaited. `is_busy()`: no question is asked while this is true. All times are in seconds."""
+        """`limit_s`: timeout of an answer; None: unlimited. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy()`: skip
+        questions while True."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -59,7 +58,7 @@ class Heartbeat:
         return self._limit_s
 
     async def until_silent(self) -> float:
-        """Wait until an answer takes longer than the limit; returns the limit. Exceptions of `ask` are passed on."""
+        """Wait until an answer takes longer than the limit; return the limit. Exceptions of `ask` propagate."""
         self.listen(0.0)
         while True:
             if not self._is_busy():
@@ -80,8 +79,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call, at most `most_s` (None: twice `look_s`), to `silent_s` (seconds since the last answer) and
-        `waited_s` (seconds since the last question)."""
+        """Add the time since the last call, at most `most_s` (None: 2 * `look_s`), to `silent_s` (since the last answer) and `waited_s`
+        (since the last question)."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 
@@ -92,8 +91,8 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Describe a process that has been stopped for longer than `limit_s` (None: unlimited); return None if there is none. Call this
-        every `look_s` seconds. `setting`: YAML path of the limit."""
+        """Describe a process stopped for longer than `limit_s`, or return None. Call every `look_s` seconds. `setting`: the limit's YAML
+        path."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:
@@ -128,7 +127,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 async def first_of(*works: Awaitable[T]) -> T:
-    """Return the result, or raise the error, of the awaitable that ends first. Cancels the others and waits for them."""
+    """Return or raise the outcome of the first awaitable to finish; cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

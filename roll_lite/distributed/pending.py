@@ -23,9 +23,8 @@ from roll_lite.distributed.watchdog import WATCHDOG, Limit
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Longest single wait in Ray, so that Ctrl-C and time-outs are noticed."""
+"""Longest wait inside Ray, so that Ctrl-C and timeouts are noticed."""
 KILLED = "ray.kill"
-"""Text in Ray's error for an actor that was killed on purpose."""
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another rank reports a broken connection."""
 STACK_SECONDS = 3.0
@@ -36,17 +35,16 @@ DUMP_SECONDS = 0.5
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref` is None if the rank is lost already, and a list for a method with several results."""
+        """`ref`: None if the rank is already lost; a list for a method with several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
-        """References to all results but the first. They stay in the object store of the rank's node while this process refers to them, even
-        if the rank dies."""
+        """References to further results, which keep them in the object store even if the rank dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
         self.ref: ray.ObjectRef | None = first
         self.value: Any = None
         self.may_be_lost = may_be_lost
-        """True if the rank's death is no failure: the call then ends without a value."""
+        """True if the rank may die: the call then ends without a value."""
         self.lost = ref is None
 
     @property
@@ -54,7 +52,6 @@ class Call:
         return self.ref is None
 
     def take(self) -> None:
-        """Store the value of a finished call, or raise its error."""
         try:
             self.value = ray.get(self.ref)
         except Exception as error:
@@ -66,9 +63,7 @@ class Call:
 
 
 class Pending(Generic[T]):
-    """Calls in flight on one cluster. `collect` turns the returned values, in the order of `calls`, into the result.
-
-    `result` waits, `answer` does not; both end the cluster if a rank raised an error. `settle` marks the calls as no longer in flight."""
+    """Calls in flight on one cluster. `collect` turns their values into the result."""
 
     def __init__(self, group: RankGroup, phase: str, calls: Sequence[Call], collect: Callable[[list[Any]], T]) -> None:
         self.calls = list(calls)
@@ -80,13 +75,12 @@ class Pending(Generic[T]):
         self.group.phases.append(self.phase)
 
     def result(self, timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> T:
-        """Wait for the result. `timeout_s` replaces the cluster's limit. `poll` is called about once a second and must not block."""
+        """Wait for the result. `timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
         _wait([self], timeout_s, poll=poll)
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Result if ready, else None. If a rank raised an error, its cluster ends, as in `result`. A rank's death is reported only by the
-        next wait."""
+        """Result if ready, else None. Raises a rank's error; a rank's death is raised by the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -105,28 +99,27 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Deadline on the monotonic clock. The cluster's time limit applies only if neither the caller nor the phase (watchdog.py) has a
-        limit."""
+        """Deadline (monotonic clock). The cluster's limit applies only if caller and phase have none."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
 
 def gather(*pendings: Pending[T], timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> list[T]:
-    """Wait for several clusters' results; raises the first failure. `poll`: see Pending.result."""
+    """Wait for several clusters' results; raise the first failure."""
     _wait(pendings, timeout_s, poll=poll)
     return [pending.result() for pending in pendings]
 
 
 def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Wait until at least one is done; returns all that are done then."""
+    """Wait until at least one is done; return all that are done."""
     _wait(pendings, None, enough=any)
     return [pending for pending in pendings if pending.done]
 
 
 def nobody_is_left(group: RankGroup) -> NoReturn:
-    """Raise the failure of a group of independent ranks (engines) that are all dead.
+    """Raise the failure of independent ranks that are all dead.
 
-    If the worker that supervises them ends within BLAME_SECONDS, raise that worker's failure instead, since it knows the cause best.
+    If their supervising worker also dies within BLAME_SECONDS, raise its failure: it knows the cause.
     """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
@@ -162,8 +155,7 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second while waiting for an event that no call reports. Raises RankFailed if a rank fails or the phase's time is up.
-    `waits_for`: the event, for the message about `rank`."""
+    """Sleep half a second while waiting for the event `waits_for`. RankFailed if a rank fails or the phase times out."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -172,7 +164,7 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 
 
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Wait for at least one of the references, at most `timeout_s`; returns those ready. Raises the failure of a dead or silent rank."""
+    """Wait up to `timeout_s` for references; return those ready. Raises the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
         ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
@@ -206,7 +198,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank that caused the error. When a rank dies or hangs, other ranks report the broken collective."""
+    """Raise the failure of the rank at fault. When a rank dies, others report a broken collective."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -229,8 +221,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If the rank supervised a Fleet (engines, reward workers) and ended because all members were lost,
-    raise the failure of the last member instead."""
+    """Raise the failure of a dead rank or, if it supervised a Fleet that is down, of the Fleet's last member."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -239,7 +230,7 @@ def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
                 ref = next((ref for ref, number in other.deaths.items() if number == down.place), None)
                 if ref is not None and ray.wait([ref], timeout=BLAME_SECONDS, fetch_local=False)[0]:
                     own = _death_of(other, down.place)
-                    error = error if is_death(own) and KILLED in str(own) else own  # its fleet killed it, and knows the cause
+                    error = error if is_death(own) and KILLED in str(own) else own  # killed by its fleet, which knows the cause
                 _fail(other, down.place, other.phase, error)
     _fail(group, rank, phase, error)
 
@@ -279,7 +270,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Stack traces of the first MOST_STACKS ranks. A rank that does not answer is asked by a signal."""
+    """Stack traces of the first MOST_STACKS ranks, by a call or else by a signal."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}
@@ -300,7 +291,7 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Stacks that a process on this node writes to its log on SIGUSR1 (worker.py), even if it never releases Python's lock."""
+    """Stacks that a local process writes to its log on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

@@ -1,5 +1,4 @@
-"""Place (node and pid) of an actor's process, to describe the process if it does not answer and to kill it if it is stopped. Also the base
-class of Fleet members that are one actor each."""
+"""Place (node and pid) of an actor's process, and a base class of Fleet members that are single actors."""
 
 from __future__ import annotations
 
@@ -25,7 +24,6 @@ class Place(NamedTuple):
     node: str
     pid: int
     address: str = ""
-    """Address of the node."""
 
     @staticmethod
     def here() -> Place:
@@ -53,7 +51,7 @@ class Place(NamedTuple):
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Stopped (SIGSTOP) processes on this node: those at `places` (node and pid) and their children."""
+    """Local processes, at `places` or their children, that are stopped by SIGSTOP."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -65,8 +63,7 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors. Processes at `places` that are stopped (SIGSTOP) cannot react to ray.kill; they are killed directly if they are on this
-    node."""
+    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill, so local ones at `places` are killed directly."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):
@@ -77,15 +74,14 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 
 LOOK_SECONDS = 2.0
-"""Pause between two looks at a process that runs."""
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""Number of looks in a row that must find a process stopped, and the pause between them. A slowed process runs at some of them."""
+"""Consecutive polls that must find a process stopped, and their interval: a merely slow process runs at some."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
-"""Roles of the workers that the rollout service starts, by the names of their classes."""
+"""Role by class name of the workers that the rollout service starts."""
 
 
 def member_places() -> list[tuple[str, int, Place]]:
-    """Role, number and place of each living reward and environment worker of this run, oldest first. Asks Ray."""
+    """(role, number, place) of this run's living reward and environment workers, oldest first."""
     if not ray.is_initialized():
         return []
     job = ray.get_runtime_context().worker.current_job_id
@@ -100,10 +96,10 @@ def member_places() -> list[tuple[str, int, Place]]:
 
 
 class ActorMember(ABC):
-    """Member of a Fleet that is one actor and needs no device. The actor's class must have the methods `prepare` and `place`."""
+    """Fleet member that is one actor without devices. The actor needs methods `prepare` and `place`."""
 
     nodes: ClassVar[Sequence[str]] = ()
-    """Ids of the nodes on which members start, in turn; empty: Ray draws a node."""
+    """Node ids for members, in turn; empty: Ray chooses."""
     _started: ClassVar[Iterator[int]] = count()
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
@@ -117,7 +113,7 @@ class ActorMember(ABC):
     def is_busy(self) -> bool: ...
 
     async def prepare(self) -> Any:
-        """Start the actor; returns the result of the actor's own `prepare`. Raises ValueError for a mistake in the configuration."""
+        """Start the actor and return the result of its `prepare`. ValueError for a configuration mistake."""
         self._place = None
         where = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
         self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
@@ -133,7 +129,7 @@ class ActorMember(ABC):
         return f"{self.name}: {await first_of(silent, self._until_stopped())}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process, on this node, is stopped (SIGSTOP): one at work is not asked for an answer."""
+        """Wait until the process is stopped (SIGSTOP), only on this node: busy processes are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

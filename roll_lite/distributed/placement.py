@@ -1,8 +1,7 @@
-"""Placement of workers on devices.
+"""Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
-Devices are numbered across all nodes of the cluster; roles that list the same number share that device. A device is a GPU or, without GPUs,
-a share of a core. One placement group holds all devices: a run gets all or none. With `placement.nodes` each device is on its configured
-node; otherwise Ray chooses as few nodes as possible.
+Devices are numbered across nodes; roles that list the same number share the device. One placement group holds all devices.
+`placement.nodes` fixes each device's node; otherwise Ray chooses as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -26,32 +25,29 @@ from roll_lite.config.schema.models import Devices
 from roll_lite.config.schema.placement import PlacementConfig
 
 NODE_SHARE = 0.001
-"""Share of the resource by which Ray names a node; any positive share binds a bundle to the node."""
+"""Share of Ray's node resource; any positive share binds a bundle to the node."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
 """Seconds to wait for devices that seemed free before trying other nodes."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
-"""Share of a node's CPU cores that serve as devices if the cluster has no GPUs. Services without a device use the rest."""
+"""Share of a node's CPU cores used as devices if the cluster has no GPUs."""
 
 
 class PlacementTimeout(TimeoutError):
-    """The cluster has no room for the run's devices."""
+    pass
 
 
 @dataclass(frozen=True)
 class Slot:
     strategy: Any = None
     local_rank: int = 0
-    """Index of the worker's first device among those it sees: 0 on GPUs, where a worker sees only its own; on CPUs the slot's number within
-    the node."""
+    """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """Placement group of a slot that waits for free devices; Ray gives the GPUs in it to the worker. None if the run already holds the
-    slot's devices."""
+    """Placement group of a worker that waits for free devices; else None."""
     own_gpus: int = 0
-    """Number of GPUs in `reserved`."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,7 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Slots of the role's workers, in rank order. A worker gets consecutive devices; workers on the same device have consecutive
-        ranks."""
+        """Slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -86,7 +81,7 @@ class Placement:
         return [slot for own in slots for slot in own]
 
     def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
-        """Slots of each worker, in rank order. A worker that spans nodes has one slot on each, in device order."""
+        """Slots of each worker, one per node that it spans."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -107,22 +102,20 @@ class Placement:
         return slot
 
     def nodes_by_role(self) -> dict[str, set[str]]:
-        """Ids of the nodes that have a role's devices, by role."""
         return {role: {self.devices[number].node for number in numbers} for role, numbers in self.roles.items()}
 
     def later_slot(self, devices: int) -> Slot:
-        """Slot for a worker that starts once a node has `devices` free GPUs or, in a cluster without GPUs, free cores."""
+        """Slot for a worker that starts once a node has `devices` free GPUs (or cores)."""
         group = placement_group([{self._kind: devices}])
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return Slot(strategy, reserved=group, own_gpus=devices if self._kind == "GPU" else 0)
 
     def release(self) -> None:
-        """Release the devices; ends processes that still run on them."""
         remove_placement_group(self.group)
 
 
 def draining_nodes() -> set[str]:
-    """Ids of nodes that will leave the cluster, as announced to Ray; none if Ray does not answer in time."""
+    """Ids of nodes that will leave the cluster; empty if Ray does not answer."""
     from ray._private.worker import global_worker  # Ray has no public call for this.
 
     try:
@@ -132,17 +125,17 @@ def draining_nodes() -> set[str]:
 
 
 def anywhere(workers: int) -> list[Slot]:
-    """Slots of workers without a device, spread over the nodes by Ray."""
+    """Slots without a device, spread over the nodes by Ray."""
     return [Slot("SPREAD", number) for number in range(workers)]
 
 
 def beside_driver() -> Slot:
-    """Slot on the driver's node, for a service that the driver calls often."""
+    """Slot on the driver's node."""
     return Slot(NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
 def _cpu_slot(slots: int) -> float:
-    """Largest share of a core per slot, at most 1 and rounded down to 0.01, at which the free cores have room for all slots."""
+    """Largest share of a core per slot, at most 1, with which all slots fit into the free cores."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -152,8 +145,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core per slot, at most 1 and rounded down to 0.01, at which each node's free cores have room for all its slots.
-    `counts`: number of slots by node id."""
+    """Largest share of a core per slot, at most 1, with which slots fit into each node's free cores. `counts`: slots by node id."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -171,7 +163,6 @@ class Node:
     id: str
     address: str
     devices: float
-    """Number of GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:
@@ -191,14 +182,14 @@ class _Wanted:
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on any nodes; returns the placement group and the ids of all nodes in order."""
+    """Reserve devices on any nodes. Returns (placement group, node ids in order)."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on the configured nodes. If other jobs take the devices first, chooses Ray nodes again."""
+    """Reserve devices on configured nodes; choose Ray nodes again if another job takes them."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -211,7 +202,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: devices wanted by node number."""
+    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: devices by node number."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)
@@ -228,8 +219,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign a Ray node to each node number: the first that has room for the number's devices and leaves enough nodes for the later
-    numbers. None if impossible. `room`: free devices of each Ray node; `wanted`: devices by node number."""
+    """Assign each node number a Ray node with enough free devices; None if impossible. Takes the first node that leaves enough for later
+    numbers. `room`: free devices by Ray node. `wanted`: devices by node number."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -250,12 +241,11 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle for each device; None if that takes longer than `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each
-    device; empty: Ray chooses."""
+    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each device, if fixed."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
-        # A node that was lost and comes back has another id, but its old address.
+        # A lost node that comes back has a new id but the same address.
         bundles = [bundle | {f"node:{node.address}": NODE_SHARE} for bundle, node in zip(bundles, nodes, strict=True)]
         labels = None
     group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
@@ -277,22 +267,22 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    """Bundles sorted by node and GPU, so consecutive device numbers share a node."""
+    """Bundles sorted by node and GPU, so that consecutive device numbers share a node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
-    # Ray may not list a node yet that has just joined.
+    # A node that has just joined may not be listed yet.
     order = [*order, *sorted({device.node for device in devices} - set(order))]
     return sorted(devices, key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key: the GPU's number, or its UUID if the node's `CUDA_VISIBLE_DEVICES` lists UUIDs."""
+    """Sort key: GPU number, or UUID if `CUDA_VISIBLE_DEVICES` lists UUIDs."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """GPU of each bundle. Ray shows a bundle's GPU only to tasks that run in the bundle."""
+    """GPU of each bundle. Ray tells it only to tasks inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

@@ -1,4 +1,4 @@
-"""RankGroup: the ranks of one cluster. WATCH: all groups of this process; every wait checks them for dead and silent ranks."""
+"""Ranks of one cluster (RankGroup), and the watch for dead and silent ranks (WATCH)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from roll_lite.distributed.liveness import Silence
 from roll_lite.distributed.place import Place, kill_actors
 
 PULSE_SECONDS = 5.0
-"""Seconds between a heartbeat's answer and the next question."""
+"""Pause between a heartbeat's answer and the next question."""
 LISTEN_SECONDS = 1.0
 KILL_SECONDS = 30.0
-"""Seconds to wait until killed processes are gone."""
+"""Seconds to wait for killed processes to end."""
 
 
 class Pulse:
-    """Heartbeat of a watched rank, polled by every wait of this process."""
+    """Heartbeat of a watched rank, polled by every wait in this process."""
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """Node and pid of the rank's process; None until the first call to the cluster."""
+        """Node and pid; None before the first call to the cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Look for an answer; returns the seconds waited for it, without time in which this process did not listen."""
+        """Poll for an answer. Returns the seconds waited, without pauses of this process."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -53,10 +53,10 @@ class Pulse:
 
 
 class RankGroup:
-    """The ranks of one cluster, as Ray actors. If one dies, all are ended, except with `live_alone`: then the others (engines) continue.
-    Deaths are noticed by one pending call per rank, `until_death`, which fails when the process dies.
+    """Ranks of one cluster, as Ray actors. If one dies, all are killed, unless they are independent (`live_alone`).
 
-    `watch`: Ray options of the calls that watch a rank, so that they run beside its work; None: unwatched."""
+    `watch`: Ray options for liveness calls; None: unwatched.
+    """
 
     def __init__(
         self,
@@ -74,22 +74,20 @@ class RankGroup:
         self.log_folder = log_folder
         self.timeout_s = timeout_s
         self.live_alone = live_alone
-        """True if the other ranks continue when one dies: a Fleet handles the death."""
+        """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
-        """Ranks that are replaced if they are lost."""
+        """Ranks to be restarted when lost."""
         self.first = len(self.actors) if first is None else first
-        """Number of ranks that start with the group; the others count as lost until they have started."""
+        """Number of ranks that start with the group; others count as lost until then."""
         self._make = make
         self._lost = dict.fromkeys(range(self.first, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
         """Methods in flight, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
         self.pulses: list[Pulse] = []
-        """Heartbeats in rank order; empty if the actors are unwatched."""
+        """Heartbeats by rank; empty if unwatched."""
         self.started = False
-        """True if all constructors have run."""
         self.end: str | None = None
-        """Cause of the group's death; None while it lives."""
         self._watch_options = watch
         self._watch()
 
@@ -110,7 +108,6 @@ class RankGroup:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Dead ranks and their causes, in a group whose other ranks continue (`live_alone`)."""
         open_ones = {ref: rank for ref, rank in self.deaths.items() if rank not in self._lost} if self.live_alone else {}
         ready, _ = ray.wait(list(open_ones), num_returns=len(open_ones), timeout=0, fetch_local=False) if open_ones else ([], [])
         for ref in ready:
@@ -124,7 +121,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start and return a replacement of a lost rank, which counts as lost until `regain`."""
+        """Start and return a replacement, which counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
@@ -137,14 +134,13 @@ class RankGroup:
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
     def regain(self, rank: int, place: Place) -> None:
-        """Count a lost rank as living again: its replacement has started, at `place`."""
+        """Mark a replaced rank as living, at `place`."""
         assert self._watch_options is not None
         self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
         self.pulses[rank].place = place
         del self._lost[rank]
 
     def living_pulses(self) -> list[tuple[int, Pulse]]:
-        """Heartbeats of the ranks that are not known to be lost."""
         return [(rank, pulse) for rank, pulse in enumerate(self.pulses) if rank not in self._lost]
 
     def check(self) -> None:
@@ -152,14 +148,14 @@ class RankGroup:
             raise ClusterDead(self.name, self.end)
 
     def kill(self, why: str) -> None:
-        """Kill the ranks, even busy ones: survivors of a failure may hang in a collective, where only a kill reaches them."""
+        """Kill all ranks, even busy ones: survivors may hang in a collective."""
         if self.end is None:
             self.end = why
             WATCH.groups.pop(self, None)
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new processes on the same devices, once the old processes and their device memory are gone."""
+        """Replace all ranks by new processes on the same devices, once the old ones are gone."""
         assert self._make is not None and not self.live_alone
         self.kill("it starts anew")
         if self.deaths:
@@ -170,25 +166,22 @@ class RankGroup:
         self._watch()
 
     def stacks(self, rank: int) -> ray.ObjectRef:
-        """Stack traces of a watched rank, even a busy one."""
         return self.actors[rank].stacks.options(**(self._watch_options or {})).remote()
 
 
 class LivenessWatch:
-    """Watches the living groups of this process for dead and silent ranks."""
-
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Oldest first. The references are weak: when a cluster is dropped, its actor handles go too, and Ray ends the actors."""
+        """Weak references, so that dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths are not reported until the current `overlooking` block ends."""
+        """Groups whose deaths are not reported inside an `overlooking` block."""
         self.errands: dict[str, Callable[[], None]] = {}
-        """Functions, by name, that every wait calls about once a second; they must not block."""
+        """Non-blocking functions that every wait calls about once a second."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
 
     def forget_all(self) -> None:
-        """Drop all groups: the Ray session ends, and every actor with it."""
+        """Drop all groups when the Ray session ends."""
         for group in self.groups:
             group.end = "the Ray session has ended"
         self.groups.clear()
@@ -202,25 +195,22 @@ class LivenessWatch:
                 errand()
 
     def places(self) -> dict[tuple[str, int], Place]:
-        """Node and pid of each known rank, by group name and rank."""
         found = ((group.name, rank, pulse.place) for group in self.groups for rank, pulse in enumerate(group.pulses))
         return {(name, rank): place for name, rank, place in found if place is not None}
 
     def where(self, name: str, rank: int) -> str:
-        """Text " on ADDRESS" for a rank of the group `name`; empty if unknown, or if all ranks are on one node."""
+        """Return " on ADDRESS" for a rank, or "" if unknown or if all ranks share one node."""
         places = self.places()
         place = places.get((name, rank))
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Reference -> (group, rank), for ranks whose death ends their group. The reference becomes ready, with an error, when the rank
-        dies."""
+        """Reference -> (group, rank), if the rank's death ends its group. References become ready at death."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
     @contextmanager
     def overlooking(self, names: Sequence[str]) -> Iterator[None]:
-        """Notice deaths in groups of these names only after the block."""
         before, self.overlooked = self.overlooked, names
         try:
             yield
@@ -229,7 +219,7 @@ class LivenessWatch:
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """Demand an answer of every watched rank within this time, inside the block. None or 0: no limit."""
+        """Limit the time of heartbeat answers inside the block; None or 0: unlimited."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -237,8 +227,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """A rank that exceeded the limit of `expecting_answers`, and this limit in seconds; None if all answer. Every wait calls this
-        repeatedly; time between waits does not count."""
+        """(group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`, else None."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one at an address, else a private local one that leaves nothing behind."""
+"""Ray cluster of a run: attach to an address, or start a private local cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""Tested Ray versions, from the first to below the second."""
+"""Tested Ray versions: the first, and the first untested one."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
@@ -46,18 +46,17 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + byte
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
 LONGEST_BASE = 40
-"""Maximum length of the temporary folder used for Ray's sockets. Ray appends up to 64 characters, and a socket's path may have at most
-107."""
+"""Maximum length of the temporary folder. Ray appends up to 64 characters, and a socket path has at most 107."""
 
 LOCAL_SETTINGS = {
-    # Kill a dead worker's children (an engine's processes) too.
+    # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-    # Start no workers ahead: each has its own environment, so they would never be used.
+    # Do not start workers ahead: each has its own environment, so they would never be used.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
-    # Ray's 15 would let engines and ranks starve beside any other load of the machine.
+    # Ray's default of 15 would starve engines and ranks under other load.
     "worker_niceness": 0,
-    # No records of finished tasks, which nobody reads: gcs_server would keep 100,000 of them.
+    # Keep no records of finished tasks; gcs_server would keep 100,000.
     "task_events_report_interval_ms": 0,
 }
 
@@ -70,12 +69,11 @@ class RaySession:
     log_folder: Path | None
     """Folder for the workers' output; None: Ray's own."""
     other_nodes: list[str] = field(default_factory=list)
-    """Ids of the run's nodes, except the driver's, as soon as they are known."""
 
 
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
-    """Attach to a Ray cluster, or start a private one, for the block. Nested sessions are refused."""
+    """Attach to a Ray cluster, or start a private one, for the block."""
     check_version(ray.__version__)
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
@@ -96,7 +94,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
     address = _check_address(address)
     if _may_want_token(address):
         use_token()
-    # In Ray, RAY_ADDRESS overrides the argument, and it may be `auto`.
+    # In Ray, RAY_ADDRESS (which may be `auto`) overrides the argument.
     with _starting({"RAY_USAGE_STATS_ENABLED": "0"}, config):
         try:
             context = ray.init(address=address, log_to_driver=False, logging_level="error", runtime_env=_runtime_env())
@@ -116,8 +114,7 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """False if the cluster lets in callers without a token. Its servers would then call a driver with a token in vain, and give up all its
-    actors."""
+    """False if the cluster accepts callers without a token: there, a driver with a token would lose its actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -131,14 +128,14 @@ def _may_want_token(address: str) -> bool:
 
 
 def use_token() -> None:
-    """Use Ray's token, if this user has one and RAY_AUTH_MODE is unset, as Ray itself does for the address `auto`."""
+    """Use Ray's token if one exists and RAY_AUTH_MODE is unset."""
     setup = ray._private.authentication.authentication_token_setup
-    setup.logger.disabled = True  # else it warns that the token is used
+    setup.logger.disabled = True  # it would warn that the token is used
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def _check_address(address: str) -> str:
-    """Resolve `auto` and check that a gRPC server answers: Ray takes minutes to report a closed port, and hangs on a silent one."""
+    """Resolve `auto` and check that a gRPC server answers: Ray takes minutes to report a closed port and hangs on a silent one."""
     if "://" in address:
         raise ValueError(
             f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
@@ -157,8 +154,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: that of the cluster recorded by `ray start`, else that of the only cluster on this machine. Other runs' private
-    clusters do not count."""
+    """Address for `auto`: the cluster recorded by `ray start`, else the only one on this machine except private ones."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -180,7 +176,7 @@ def _raylets() -> list[tuple[psutil.Process, str]]:
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """Check that the peer sends an HTTP/2 SETTINGS frame, as every gRPC server does at once. Not checked with TLS."""
+    """Check for an HTTP/2 SETTINGS frame, which every gRPC server sends first. Skipped with TLS."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -206,9 +202,9 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
                     object_store_memory=config.object_store_mb << 20,
                     log_to_driver=False,
                     logging_level="error",
-                    # Temporary files of workers and engines vanish with the session, however it ends.
+                    # Temporary files of workers and engines vanish with the session, even after a kill.
                     runtime_env=_runtime_env({"TMPDIR": str(folder)}),
-                    _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
+                    _system_config=dict(LOCAL_SETTINGS),  # a copy, because Ray adds this session's folder
                 )
             session_guard.keep_exit_codes()
             WATCH.errands["orphans"] = partial(_reap_orphans, set(_children()))
@@ -224,8 +220,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Collect exit codes of orphans: Ray makes this process inherit the children of killed workers, which would stay zombies. `own`: ids of
-    children whose exit codes others collect."""
+    """Reap orphans: this process inherits the children of killed workers. `own`: children reaped by others."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -236,7 +231,7 @@ def _own_servers() -> list[psutil.Process]:
 
 
 def _end_stopped_servers() -> None:
-    """Kill Ray's stopped servers: Ray would wait for their answers."""
+    """Kill Ray's stopped (SIGSTOP) servers, whose answers Ray would wait for."""
     for process in _own_servers():
         if is_stopped(process):
             process.kill()
@@ -255,9 +250,9 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Runtime environment in which workers import what the driver can: a checkout that is not installed, a user's reward functions.
+    """Runtime environment with the driver's import path, for checkouts and users' reward functions.
 
-    Other nodes have these folders only on a shared file system; else the installed package is used.
+    Other nodes need these folders on a shared file system.
     """
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
@@ -277,7 +272,7 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, inside the block. Processes that Ray starts there inherit them."""
+    """Set environment variables, and unset those in `without`, inside the block."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:
@@ -321,7 +316,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Unique name of a process: process ids are reused, and every container counts its own."""
+    """Unique process name, since pids are reused: pid, start time, pid namespace."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 
@@ -355,7 +350,7 @@ def _is_alive(process: int, identity: str) -> bool:
 
 
 def _start_guard(folder: Path, mark: str, run_folder: Path | None) -> subprocess.Popen[bytes]:
-    # -I -S: only the standard library, for a fast start. A new session, so that Ctrl-C does not reach it.
+    # -I -S: only the standard library, for a fast start. start_new_session: Ctrl-C does not reach the guard.
     command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
     if run_folder is not None:
         command.append(str(run_folder.resolve() / SUMMARY_FILE))

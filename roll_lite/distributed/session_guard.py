@@ -1,9 +1,8 @@
-"""Guard process: cleans up after a driver's Ray session, and records the driver's death.
+"""Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Ray's own processes die with their driver, but not all of their children. When the driver dies or reports its end, the guard kills every
-process that has the session's mark in its environment (children inherit it) or has open files of the session. It then removes the session's
-folder. A second guard runs in case the first is killed with the driver; if both are killed, the next session on this machine cleans up.
-Every Ray worker imports this file at its start, for `keep_exit_codes`, so it uses only the standard library.
+Not all children of Ray's processes die with the driver. When the driver ends, the guard kills every process with the session's mark in its
+environment or with open files of the session. Two guards run, in case one is killed with the driver. Every Ray worker imports this file, so
+it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ FOLDER_SECONDS = 1.0
 def keep_exit_codes() -> None:
     """Restore the default handling of SIGCHLD.
 
-    Ray 2.60, with its subreaper on, ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0
-    for every child. With the default handling, orphans that a worker adopts stay zombies until the worker ends.
+    Ray 2.60 with its subreaper ignores SIGCHLD, so subprocess reports exit code 0 for every child. With the default handling, adopted
+    orphans stay zombies until the worker ends.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Processes of this user that have the session's mark in their environment or, if a process title has overwritten the environment, have
-    a title of Ray's and open files of the session."""
+    """Pids of this user's processes with the session's mark in their environment, and of Ray processes with open files of the session: a
+    process title may overwrite the environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -64,8 +63,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans find none: a dying process may still start another, and one that is starting a
-    program shows an empty environment."""
+    """Kill the session's processes until several scans find none: a dying process may start another, and the environment is empty during
+    exec."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -81,8 +80,7 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver: True if it reported its end, False if it died. Two guards run this. They also watch each other, since one may be
-    killed with the driver."""
+    """Return True if the driver reported its end, False if it died. The two guards also watch each other."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:
@@ -100,16 +98,16 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
         if pipe in ready:
             if os.read(sys.stdin.fileno(), 1):
                 return True
-            pipe = None  # the pipe may close just before the driver dies: wait for the death
+            pipe = None  # a pipe may close just before the driver dies: wait for the death
         if other in ready:
             os.close(other)
             other = None
-        if not folder.exists():  # the other guard, or the driver, has cleaned up
+        if not folder.exists():  # cleaned up by the other guard or the driver
             return True
 
 
 def remove_session(folder: Path) -> None:
-    """Remove the session's folder, and the folders and semaphores of killed engines in it."""
+    """Remove the session's folder, and folders and semaphores of killed engines in it."""
     for inside in folder.glob("*/"):
         remove_folder(inside)
     shutil.rmtree(folder, ignore_errors=True)
@@ -135,7 +133,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard process. Returns in both processes: a pidfd of the other guard, and whether the caller is the new guard."""
+    """Fork a second guard. Returns in both: (pidfd of the other guard, whether this is the new one)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

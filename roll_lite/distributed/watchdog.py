@@ -1,7 +1,7 @@
-"""Watchdog against hangs: time limits of the phases, and a thread in case the driver itself is stuck.
+"""Watchdog of the driver: time limits of phases, and a thread for a stuck main thread.
 
-Normally the driver notices a passed limit or a lost Ray session in its waits (pending.py), and can name the late rank. It cannot if a call
-into Ray never returns, or if Ray ends a driver that lost the head node. Then the thread records the run's end and ends the process.
+Waits in pending.py notice a passed limit or a lost Ray session. If a call into Ray never returns, the thread records the run's end and
+kills the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roll_lite.distributed.liveness import StoppedTime, is_running, name_of
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""Seconds for the main thread to act on a passed limit before the watchdog ends the process."""
+"""Seconds for the main thread to act on a passed limit before the process is killed."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Minimum seconds for saving after a SIGTERM, even if running updates have used up on_sigterm_s."""
+"""Minimum time for saving after a SIGTERM."""
 
 
 class Preempted(BaseException):
-    """SIGTERM asks the run to save its state and end."""
+    """SIGTERM: save the state and end."""
 
 
 class Watchdog:
-    """Time limits and Ray processes of this driver; WATCHDOG is the only instance."""
+    """Time limits and Ray processes of the driver."""
 
     def __init__(self) -> None:
         self._limits: list[Limit] = []
@@ -60,15 +60,14 @@ class Watchdog:
         self.silence_s: float | None = None
         """Seconds that a process may stay stopped (SIGSTOP); None: unlimited."""
         self.preempted_at: float | None = None
-        """Time (monotonic) of a SIGTERM that the next wait raises as Preempted; None: no SIGTERM came."""
+        """Monotonic time of a SIGTERM, which the next wait raises as Preempted."""
         self._keeps_on = False
 
     # ------------------------------------------------------------ limits
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """Limit the time of the block to `seconds`; None or 0: no limit. `setting`: YAML path of the limit, for messages; default:
-        limits.<phase>."""
+        """Limit the block to `seconds`; None or 0: unlimited. `setting`: the limit's YAML path; default: limits.<phase>."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
@@ -93,7 +92,7 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """Raise SessionLost if the session is lost, Preempted after a SIGTERM. The main thread calls this in every wait."""
+        """Raise SessionLost or Preempted, if due. Called by every wait of the main thread."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)
@@ -101,13 +100,12 @@ class Watchdog:
             raise Preempted
 
     def preempted_for(self, seconds: float) -> float:
-        """Seconds left until `seconds` after the SIGTERM, at least LEAST_SECONDS."""
         assert self.preempted_at is not None
         return max(LEAST_SECONDS, self.preempted_at + seconds - time.monotonic())
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Delay Preempted (SIGTERM) until after the block. For blocks that change saved state."""
+        """Delay Preempted until after the block, which changes saved state."""
         before, self._keeps_on = self._keeps_on, True
         try:
             yield
@@ -118,7 +116,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the watchdog's thread inside the block. If the main thread is stuck, the thread calls `give_up(cause)` to end the process."""
+        """Run the watchdog thread inside the block. If the main thread is stuck, call `give_up(cause)` to end the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

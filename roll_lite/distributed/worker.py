@@ -1,4 +1,4 @@
-"""Base classes of workers: processes with a rank, a rendezvous and a liveness watch. torch is imported only when needed."""
+"""Base classes of workers. torch is imported only when needed, since that takes seconds."""
 
 from __future__ import annotations
 
@@ -39,28 +39,26 @@ class Address:
 
 
 class Worker:
-    """Base of workers with synchronous methods. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
+    """Worker with synchronous methods, which run one at a time, not on the main thread.
 
-    Methods run one after another on one thread, not the main one. `until_death`, by which the driver watches the process, has another
-    thread. A worker that needs the main thread sets `watched = False`; its death is then noticed at the next call.
+    A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
     """
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
-    """True if the death of one worker does not end its cluster, because a `Fleet` handles it."""
+    """True if a `Fleet` handles the death of a worker, so that its cluster continues."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts of the process by Ray; -1: unlimited. Only for workers with `watched = False`, which the caller initializes
-    again."""
+    """Maximum restarts by Ray; -1: unlimited. Only with `watched = False`; the caller must initialize the process again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        # Rank 0's bound socket becomes the rendezvous store: a port that was only looked up could be taken before its use.
+        # Rank 0 keeps its socket for the rendezvous store: another process could take a port that was only looked up.
         self._listener = socket.create_server(("", 0)) if self.rank == 0 else None
         redirect_output()
-        faulthandler.register(signal.SIGUSR1, file=2)  # by which the driver asks a silent process for its stacks
+        faulthandler.register(signal.SIGUSR1, file=2)  # lets the driver ask a silent process for its stacks
 
     # ------------------------------------------------------------ rendezvous
 
@@ -73,7 +71,7 @@ class Worker:
         os.environ["MASTER_PORT"] = str(address.port)
 
     def init_process_group(self, timeout_s: float = 1800.0) -> None:
-        """Create the cluster's process group (collective): gloo for host memory, and NCCL on a GPU."""
+        """Create the process group (collective): gloo for host memory, and NCCL with GPUs."""
         import torch
         import torch.distributed as dist
 
@@ -89,17 +87,17 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Layout of the strategy. None without a strategy: each rank is a data-parallel rank."""
+        """Return the strategy's layout; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
 
     def until_death(self) -> None:
-        """Never return: the call fails when this process dies."""
+        """Block forever: the call fails when this process dies."""
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Node and pid of the process; also used as heartbeat."""
+        """Node and pid; also used as heartbeat."""
         return Place.here()
 
     def stacks(self) -> str:
@@ -107,7 +105,7 @@ class Worker:
 
 
 class AsyncWorker(Worker):
-    """Worker whose methods are coroutines in one event loop."""
+    """Worker with coroutine methods in one event loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +113,7 @@ class AsyncWorker(Worker):
         self._has_ended = asyncio.Event()
 
     async def until_death(self) -> None:  # type: ignore[override]
-        """Raise when this worker cannot serve any more, even if its process lives."""
+        """Raise when this worker can no longer serve, even if its process lives."""
         await self._has_ended.wait()
         assert self._end is not None
         raise self._end
@@ -132,8 +130,8 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """TCPStore of the process group. It takes over `listener`, rank 0's socket; None on other ranks."""
-    # torch takes seconds to import; workers without a process group never need it
+    """Store of the process group. `listener`: rank 0's socket; None on other ranks."""
+    # torch takes seconds to import, and workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
@@ -148,7 +146,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Socket that reserves a port: no other process gets it, but a server with SO_REUSEADDR can bind it."""
+    """Socket that reserves a free port; only a server with SO_REUSEADDR can bind it too."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, 0))
@@ -156,20 +154,20 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def use_interface_of(host: str) -> None:
-    """Make gloo use the network interface of this address. gloo's default, the host name, often does not resolve in containers."""
+    """Make gloo use this address's network interface. gloo's default, the host name, often does not resolve in containers."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def freeze_heap() -> None:
-    """Exclude all existing objects from garbage collection: with an engine loaded, a full collection takes a quarter of a second."""
+    """Exclude existing objects from garbage collection: with an engine loaded, a full collection takes 0.25 s."""
     gc.collect()
     gc.freeze()
 
 
 def redirect_output() -> None:
-    """Write the output of this process and its children to the run's folder, if that is writable here."""
+    """Write the output of this process and its children to the run's folder, if writable."""
     path = os.environ.get(LOG_FILE)
     if not path:
         return
@@ -186,7 +184,7 @@ def redirect_output() -> None:
 
 
 def other_stacks() -> str:
-    """Stack traces of this process's threads, except Ray's and those that wait for calls."""
+    """Stack traces of other threads, except Ray's and idle ones."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

@@ -1,5 +1,4 @@
-"""Build strategies (training frameworks and engines) from the configuration, and check engine arguments. torch, frameworks and engines are
-imported only when one is built."""
+"""Building of strategies, and checks of engine arguments. torch, frameworks and engines are imported only when built."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks are in one process group, so a single rank cannot be replaced."""
+    """True if all ranks share a process group, so that none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -55,7 +54,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine. vLLM or SGLang is imported only here, because they cannot be installed together."""
+    """Build an engine. Imports only one engine: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -70,15 +69,15 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings for one of several engines that share a GPU equally. `place`: number of engines on this GPU that start earlier.
-    vLLM's memory setting is a fraction of the whole GPU, SGLang's of the free memory."""
+    """Settings of one of several engines on a GPU. `place`: number of engines that start earlier. vLLM's memory setting is a fraction of
+    the GPU, SGLang's of free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
 
 
 def build_part(spec: EngineSpec) -> EnginePart:
-    """Build the part of a multi-node engine that runs on a node other than the first."""
+    """Build the part of a multi-node engine on a node other than the first."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.vllm.compat.engine import VllmPart
@@ -91,12 +90,11 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine argument -> configuration key to use instead in rollout engines. Judges may use these arguments, since their weights are never
-updated."""
+"""Engine argument -> configuration key to use instead. Judges may use these arguments."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each engine argument that is reserved, has its own configuration key, or is unknown to the engine."""
+    """Yield a problem for each engine argument that is reserved, has its own configuration key, or is unknown."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (
@@ -114,8 +112,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield the problems of one role's engine arguments. `own`: arguments that roll_lite sets. `settings`: argument -> configuration key to
-    use instead. `known`: the engine's argument names; if empty (not installed), unknown arguments are not reported."""
+    """`own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not
+    checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -127,8 +125,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Field names of classes in an installed package, read from its source because importing takes seconds. `places`: (file pattern, class;
-    None: all classes). Empty if a file or class is not found; then unknown arguments are left to the engine."""
+    """Field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class; None: all).
+    Empty if a file or class is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Sequence-classification model run by Hugging Face transformers, with the whole model on each rank."""
+"""Reward model run by Hugging Face transformers, whole on each rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ OUTPUTS = ["final_value"]
 
 
 class HfRewardStrategy(ForwardStrategy):
-    """Reward model for forward passes. The caller sets RANK and WORLD_SIZE (also LOCAL_RANK on GPUs)."""
-
     needs_process_group = False
     pads_rows = True
 
@@ -36,7 +34,7 @@ class HfRewardStrategy(ForwardStrategy):
             )
         except (OSError, ValueError) as error:
             raise ValueError(f"{self._key}: {self._path}: {error}") from error
-        if report["missing_keys"]:  # transformers would fill them with random numbers
+        if report["missing_keys"]:  # transformers would initialize them randomly
             missing = ", ".join(sorted(report["missing_keys"])[:5])
             raise ValueError(f"{self._key}: {self._path} is no reward model: it lacks {missing}")
         if model.config.num_labels != 1:
@@ -47,7 +45,7 @@ class HfRewardStrategy(ForwardStrategy):
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Score rows (samples). The only output is final_value, the score at each row's last token."""
+        """Score rows. The only output is final_value, the score at each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
         tokens = batch.select(["input_ids"])
@@ -58,13 +56,13 @@ class HfRewardStrategy(ForwardStrategy):
         return DataProto({"final_value": plan.collect_rows(scores)})
 
     def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Score token ids [B, T], padded on the right; returns [B]."""
+        """Score right-padded token ids [B, T]; returns [B]."""
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
-        if not hasattr(self._model, "score"):  # an encoder model, which does its own pooling
+        if not hasattr(self._model, "score"):  # encoder models have their own pooling
             return self._model(**inputs).logits.squeeze(-1)
-        # Decoder models' own pooling takes the last non-padding token, and refuses batches if the model declares no padding token.
+        # Decoder models would pool at the last non-padding token, and refuse batches without a declared padding token.
         no_cache = {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
         hidden = self._model.base_model(**inputs, **no_cache).last_hidden_state
         ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]

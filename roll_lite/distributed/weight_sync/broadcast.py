@@ -1,9 +1,8 @@
-"""Transfer weights by broadcast: gloo for host memory over TCP, NCCL between GPUs.
+"""Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has its own process group, so several senders can broadcast at once. Before each bucket, all
-members report at the rendezvous store, since a collective cannot tell which member is missing. Broadcasts run on a thread, while the next
-bucket is gathered or the previous one is loaded. A gloo broadcast, or the creation of an NCCL communicator, ends only by its own time-out:
-if other members fail, its thread is abandoned."""
+Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket, because a
+collective cannot tell which member is missing. After a failure, broadcast threads are abandoned until their own timeout.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +40,17 @@ from roll_lite.distributed.weight_sync.transport import (
 
 @dataclass(frozen=True)
 class Wire:
-    """Backend for broadcasts: gloo or NCCL."""
-
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Function that makes a process group. Takes the transfer group, a key prefix in the rendezvous store, this member's rank, and the
-    number of ranks."""
+    """Create a process group from (transfer group, key prefix in the store, rank, number of ranks)."""
     make: Callable[[int, int], BucketSegment]
-    """Function that makes a send buffer. Takes its size in bytes and the number of readers."""
+    """Create a send buffer from (size in bytes, number of readers)."""
     device: str
     polled: bool = False
-    """True if completion must be polled, since NCCL only queues a broadcast on the GPU."""
+    """Poll for completion: NCCL returns before the broadcast is done."""
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
-    """Turn a check that does not wait into one that waits up to `pause` seconds, for `TransferGroup.poll`."""
+    """Convert a non-blocking check into one that sleeps up to `pause` seconds, as `TransferGroup.poll` expects."""
 
     def poll(pause: float) -> bool:
         if not is_done():
@@ -65,7 +61,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Rendezvous store in which gloo looks up addresses. Its waits end when another member fails."""
+    """Address store for gloo whose waits also end when another member fails."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -107,7 +103,7 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Disable torch's watchdog thread for process groups created in the block. It would end this process when another member is gone."""
+    """Disable torch's NCCL watchdog, which would kill this process when a peer dies, for process groups created in the block."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
@@ -125,8 +121,6 @@ NCCL = Wire(connect_nccl, GpuSegment, "cuda", polled=True)
 
 
 class _Broadcasts:
-    """Process groups of one member, one per channel (a sender and its receivers), created at first use."""
-
     def __init__(self, group: TransferGroup, wire: Wire) -> None:
         self._group = group
         self._wire = wire
@@ -192,7 +186,7 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the process groups; also after a failure, since other members would wait until their time-out."""
+        """Close the process groups, so that peers do not wait until their timeout."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
@@ -201,7 +195,7 @@ class _Broadcasts:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return this machine's IP address on its route to the rendezvous. gloo's default, the host name, is often unreachable."""
+    """IP address of this machine on its route to the rendezvous: gloo's default, the host name, is often unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -215,7 +209,6 @@ class BroadcastSender(BufferedSender):
         self._thread = ThreadPoolExecutor(1, "weights")
 
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Start the broadcast on the thread. When it has finished, the receivers have the bucket."""
         sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
         return lambda: sent.result() or {}
 
@@ -245,7 +238,7 @@ class BroadcastReceiver(TransportReceiver):
 
     def _begin(self, route: Route) -> Future[dict[str, torch.Tensor]]:
         layout = flat_layout(route.tensors)
-        # Allocated here, because the thread has another current GPU and stream than this one.
+        # Allocate here: the worker thread has another current GPU and stream.
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         wait_for_device(buffer)
         return self._thread.submit(self._take, route, layout, buffer)
@@ -255,7 +248,7 @@ class BroadcastReceiver(TransportReceiver):
         return unflatten(buffer, route.tensors, layout)
 
     def release(self) -> None:
-        """Do nothing: the receiver owns the memory that it received into."""
+        """Do nothing: the receiver owns its buffers."""
 
     def close(self) -> None:
         super().close()
@@ -267,12 +260,12 @@ class BroadcastReceiver(TransportReceiver):
 
 
 def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
-    """Receivers of the route that are on the same machine as member `of`."""
+    """Receivers of the route on the same machine as member `of`."""
     return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Route with only the first receiver of each machine."""
+    """Route that keeps only the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -288,8 +281,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Receiver that gets each bucket only once per machine. The machine's first worker receives it into shared memory, from which the other
-    workers read."""
+    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which the others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
@@ -313,7 +305,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Route from this machine's first receiver to its other receivers."""
+        """Route from this machine's first receiver to its others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

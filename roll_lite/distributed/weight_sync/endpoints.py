@@ -1,5 +1,4 @@
-"""Both ends of a weight update: the sender in a training rank and the receiver in an engine worker. Also chooses the transport between
-them."""
+"""Weight sender in a training rank and weight receiver in an engine worker."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ TRANSPORTS: dict[str, Transport] = {
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
-"""Setting that chooses the transport for each pair of trainer and engine worker separately."""
+"""Choose the transport separately for each pair of trainer rank and engine worker."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
@@ -41,7 +40,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route (one bucket's sender and receivers) into one route per transport. All members compute the same result."""
+    """Split a route into one route per transport."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int], list[int]] = {}
@@ -66,7 +65,7 @@ def link(sender: Home, receiver: Home) -> str:
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
-    """Return why the transport `name` cannot connect all members, or None if it can."""
+    """Return why transport `name` cannot connect all members, or None if it can."""
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]
@@ -94,7 +93,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sender that uses several transports at once, each for its own receivers. A bucket is gathered only once."""
+    """Sender that uses several transports, each for its own receivers."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -155,7 +154,7 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Sender of weights in a training rank. Gathering is collective: every rank must make the same calls, even if it sends nothing."""
+    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls."""
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
         self._strategy = strategy
@@ -163,41 +162,38 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """GPU memory exported in earlier transfer groups that readers may not have released; see `memory.take_back`."""
+        """GPU memory exported in earlier transfer groups; see `memory.take_back`."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
-        """Routes by bucket, set by `connect`."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the last update by phase: `gather`, and the phases of the transport."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """Bytes that this rank sends per update, by transport. A broadcast counts once, however many receivers it has."""
+        """Bytes sent per update, by transport. A broadcast counts once for all receivers."""
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Start the rendezvous store in this rank; returns its port."""
+        """Start the rendezvous store; return its port."""
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Join the transfer group described by `membership` and leave the previous one. Ranks that send no tensors do not join."""
+        """Leave the old transfer group and join a new one. Ranks that send no tensors do not join."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
-            take_back(self._lent, group.homes, group.forget_opened)  # all living readers have joined, so have left earlier groups
+            take_back(self._lent, group.homes, group.forget_opened)  # every living reader has joined, so it has left earlier groups
             self._lent.clear()
             self._half = transport_of(group).sender(group)
             ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:
-        """Gather and send all buckets. After a failure, still gathers the remaining ones, since gathering is collective; then raises the
-        TransferError."""
+        """Gather and send all buckets. After a TransferError, finish gathering (it is collective), then raise."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._half is not None:
@@ -224,7 +220,7 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums of the named tensors that this rank sends, in the dtype sent. Collective over the training ranks."""
+        """Checksums by tensor name, in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -234,7 +230,7 @@ class WeightSender:
         }
 
     def _gathered(self, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Gather the buckets that contain one of these tensors (None: all buckets). Yields bucket number and tensors."""
+        """Yield (bucket number, tensors) for buckets that contain any of `names`; None: all."""
         assert self._export is not None, "export_plan() comes first"
         for bucket in self._export.buckets():
             number = bucket[0].bucket
@@ -249,21 +245,19 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Receiver of weights in an engine worker. Arguments are plain types, since they are passed through the engine's own remote calls."""
+    """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, set_aside: bool = False) -> None:
-        """`set_aside`: if True, loaded tensors are only stored, and the model is unchanged until `finish`."""
+        """`set_aside`: store loaded tensors and leave the model unchanged until `finish`."""
         self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False
         self.touched = False
-        """True if the model holds a part of an update, so its weights are neither old nor new."""
+        """True while the model holds a partial update, so its weights are a mix of old and new."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds spent waiting for buckets (`receive`) and loading them (`load`)."""
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
-        """Join the transfer group described by `membership` as member `number`, and leave the previous group. An unfinished update is
-        dropped."""
+        """Leave the old transfer group, drop an unfinished update, and join a new group as member `number`."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
@@ -277,11 +271,11 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_say: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive one bucket and load it, while the following one is being transferred.
+        """Receive one bucket and load it while the following bucket is in flight.
 
-        The old weights stay until the update's first bucket has arrived. Then `begin(again)` is called once; `again`: an earlier update
-        failed half-way. `all_say(ok)` is collective over the engine's workers: True if all pass True. Workers load a bucket only if all
-        have received it, since some layers use other workers' parts."""
+        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway. `all_say(ok)`
+        returns True if all workers of the engine pass True: only then is the bucket loaded.
+        """
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
@@ -315,7 +309,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._half.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """End the update: call `put_in_place`, which activates the new weights. Returns seconds by phase."""
+        """Activate the new weights by `put_in_place`. Returns seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

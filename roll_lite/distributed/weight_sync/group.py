@@ -1,7 +1,7 @@
-"""Transfer group. Its members are the training ranks and engine workers that take part in weight updates. They announce each bucket to each
-other through a rendezvous store.
+"""Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group is formed with a higher epoch number. Members of an older epoch get StaleEpoch."""
+When engines join or leave, a group with a higher epoch replaces this one, whose members get StaleEpoch.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 @dataclass(frozen=True)
 class Home:
     machine: str
-    """Identifier of machine, container and user. Processes with equal identifiers can map each other's memory."""
+    """Id of machine, container and user. Processes with equal ids can map each other's memory."""
     device: str = ""
-    """UUID of the member's GPU; unlike a device number, it is the same in every process. Empty on a CPU."""
+    """UUID of the member's GPU (device numbers differ between processes); empty on CPU."""
     visible: tuple[str, ...] = ()
-    """UUIDs of the GPUs whose memory the member can read, including its own."""
+    """UUIDs of GPUs whose memory the member can read, including its own."""
     process: int = 0
 
     @staticmethod
@@ -60,43 +60,40 @@ def uuid_of(number: int) -> str:
 
 LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
-"""Factor by which the pause between polls grows."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key that only `interrupt` writes; only member 0 writes _EPOCH. With one writer per key, the epoch in it never decreases."""
+"""Store key written only by `interrupt`; _EPOCH only by member 0. With one writer per key, an epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Store keys of step n are deleted at step n + 2. Until then, another member may still read them."""
+"""Store keys of step n are deleted at step n + 2; until then a member may still read them."""
 
 
 class TransferError(RuntimeError):
-    """Weights could not be transferred. The transfer group is unusable; trainers and engines must connect again."""
+    """Weight transfer failed. All members must connect again."""
 
 
 class TransferTimeout(TransferError):
-    """A member of the transfer group, named in the message, did not respond in time."""
+    """Member did not respond in time."""
 
 
 class StaleEpoch(TransferError):
-    """A newer transfer group has replaced this one, or another member failed first."""
+    """A newer group exists, or another member failed first."""
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """Outcome of a weight update for one trainer or one engine."""
+    """Outcome for one trainer rank or engine."""
 
     failure: str | None = None
-    """Why the transfer failed, possibly because another member did; None if it succeeded."""
+    """Cause of failure, possibly in another member; None: success."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes sent, by transport; empty for an engine."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that a trainer spent sending, without gathering, by transport."""
     stale: bool = False
-    """True if the transfer failed only because another member had failed."""
+    """True if only another member failed."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -105,8 +102,6 @@ class Transferred:
 
 @dataclass(frozen=True)
 class Pushed:
-    """Statistics of a completed weight update."""
-
     version: int
     megabytes: float
     seconds: float
@@ -114,13 +109,12 @@ class Pushed:
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker, by phase. Phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent, by transport. A broadcast counts once for all receivers."""
+    """Megabytes sent. A broadcast counts once for all receivers."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank spent sending, by transport."""
+    """Seconds of the slowest trainer rank."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of the slowest member, by phase."""
     slowest: dict[str, float] = {}
     for seconds in members:
         slowest |= {phase: max(value, slowest.get(phase, 0.0)) for phase, value in seconds.items()}
@@ -130,30 +124,27 @@ def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
 @dataclass(frozen=True)
 class Announcement:
     signature: str
-    """Description of the bucket, which members compare before they exchange data, to notice that they are at different buckets."""
+    """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle of the sender's segment. In a `done` announcement: handles of the segments that the receiver still uses."""
+    """Handle of the sender's segment. In a `done` announcement: space-separated handles still in use by the receiver."""
 
 
 Moment = Literal["here", "done"]
-"""Kind of announcement about a bucket of weights. `here`: the sender has filled its buffer, or the receiver is ready. `done`: the receiver
-no longer needs the sender's buffer."""
+"""Kind of announcement. `here`: the sender's buffer is filled, or the receiver is ready. `done`: the receiver has loaded the bucket."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Start a rendezvous store on a free port (`store.port`). It ends when the returned object is dropped."""
+    """Start a rendezvous store on a free port (`store.port`); it ends with the returned object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Connect to a running rendezvous store. Blocks forever if its process is stopped (SIGSTOP)."""
+    """Connect to a rendezvous store. Blocks forever if the store's process is stopped (SIGSTOP)."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
-    """Make all members of transfer groups older than `epoch` stop waiting; they must connect again. Does not block.
-
-    A lost rendezvous store is ignored: the death of its process is reported elsewhere."""
+    """Make members of groups older than `epoch` stop waiting. Does not block; ignores a lost store."""
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
@@ -168,7 +159,6 @@ class TransferGroup:
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
-        """Own announcements that are still in the store: (step, key), by channel."""
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -188,14 +178,15 @@ class TransferGroup:
         return self.membership.members[self.number]
 
     def close(self) -> None:
-        """Leave the group. Threads that wait for other members stop waiting."""
+        """Leave the group; also ends waits in other threads."""
         self.failure = _CLOSED
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Report a failure inside the block to all members, which then stop waiting.
+        """Report exceptions in the block, so that all members stop waiting.
 
-        Time-outs are not reported: every waiting member raises TransferTimeout itself, with the name of the missing member."""
+        Timeouts are not reported: each waiting member raises its own TransferTimeout.
+        """
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -203,14 +194,13 @@ class TransferGroup:
         except Exception as error:
             with suppress(dist.DistError):  # the rendezvous store is gone or stopped
                 if isinstance(error, TransferError):
-                    self._check_epoch()  # raises StaleEpoch if another member failed first, since that is the cause
+                    self._check_epoch()  # raises StaleEpoch if another member failed first: that failure is the cause
                 self.store.compare_set(self._broken_off, "", f"{self.name} has broken off ({type(error).__name__}: {error})")
             raise
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Guard a data transfer. After a TransferError inside the block, this group refuses all further transfers, until members connect
-        again."""
+        """Guard a data transfer. After a TransferError in the block, the group refuses all further transfers."""
         if self.failure is not None:
             raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
         try:
@@ -222,7 +212,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Return the number of the channel's next bucket. Every member of the route calls this once per bucket."""
+        """Number of the channel's next bucket. Call once per bucket on each member of the route."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -234,7 +224,7 @@ class TransferGroup:
         self._told[route.channel].append((step, key))
 
     def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for announcements, of all receivers (on the sender) or of the sender (on a receiver). Returns them by member number."""
+        """Wait for announcements of the other side: all receivers, or the sender. Returns them by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         told = self._told[route.channel]
@@ -247,8 +237,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and return the other side's announcements by member number. TransferError if another member is at a different
-        bucket."""
+        """Announce a bucket and wait for the other side. TransferError if the other side is at a different bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -266,12 +255,12 @@ class TransferGroup:
     # ------------------------------------------------------------ memory that is lent beyond an epoch
 
     def opens(self, name: str) -> None:
-        """Record in the store that this member is about to open exported memory with this name."""
+        """Record that this member is about to open the exported memory `name`."""
         with self._rendezvous():
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Return whether a member has opened the exported memory of this name, and delete the record."""
+        """Delete the record made by `opens`. Returns whether it existed."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
@@ -302,8 +291,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Wait until all keys are in the store. Polls: the store's own wait cannot tell which key is missing, and it logs every time-out.
-        `keys`: key -> member that writes it."""
+        """Poll until all keys (key -> member that writes it) are in the store. The store's own wait does not name the missing key."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -316,10 +304,10 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Call `is_done(seconds)`, which may wait that long, until it is true. StaleEpoch if another member has failed, TransferTimeout
-        after `timeout_s`.
+        """Call `is_done(seconds)`, which may block that long, until True. Raises StaleEpoch or TransferTimeout.
 
-        `what`: the awaited work; `who()`: the missing members. Both are for the message."""
+        `what`: the awaited work; `who()`: the missing members (for the message).
+        """
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -1,7 +1,4 @@
-"""Memory segments that hold a bucket of weights, and their export to other processes.
-
-Readers open a segment of host memory through the sender's file descriptor in /proc; the memory is freed once no process maps it. A GPU
-segment is exported by CUDA IPC once per reader, since torch counts one reader per export."""
+"""Buffers for one bucket of weights, shared with other processes through /proc (host memory) or CUDA IPC."""
 
 from __future__ import annotations
 
@@ -20,20 +17,19 @@ import torch
 from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""Function and arguments with which another process rebuilds a tensor in this process's GPU memory."""
+"""Function and arguments to rebuild a GPU tensor in another process."""
 
 
 class Lent(NamedTuple):
-    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
     name: str
-    """Key under which the reader records that it has opened the memory."""
 
 
 class Watched:
-    """Memory segment, with a check whether other tensors still use its memory."""
+    """Byte tensor that can tell whether other tensors still share its storage."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -48,28 +44,25 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so buckets of similar size can reuse a segment. The excess takes no memory until it is written."""
+    """Round up to a power of two, so that segments can be reused. Untouched pages take no memory."""
     return 1 << (nbytes - 1).bit_length()
 
 
 class BucketSegment(Watched):
-    """Send buffer in host memory that only this process can read."""
+    """Send buffer in private host memory."""
 
     handle = ""
     exports: Sequence[Export] = ()
-    """Exports of the segment, one per reader, from which that reader's process rebuilds it. The memory stays allocated until all readers
-    have dropped it."""
+    """One CUDA IPC export per reader, since torch counts one reader per export."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Release the segment. Readers keep their mapping of it."""
+        """Release the segment; readers keep their mappings."""
 
 
 class SharedSegment(BucketSegment):
-    """Send buffer in host memory that other processes can open."""
-
     def __init__(self, nbytes: int, readers: int) -> None:
         nbytes = _roomy(nbytes)
         descriptor = os.memfd_create("roll_lite_weights", os.MFD_CLOEXEC)
@@ -87,15 +80,12 @@ class SharedSegment(BucketSegment):
 
 
 class GpuSegment(BucketSegment):
-    """Send buffer on this process's GPU that only this process can read."""
-
     def __init__(self, nbytes: int, readers: int) -> None:
         Watched.__init__(self, torch.empty(nbytes, dtype=torch.uint8, device=GPU))
 
 
 class ExportedSegment(GpuSegment):
-    """Send buffer on this process's GPU, exported to readers on the same machine. The handle has the GPU's UUID, since device numbers
-    differ between processes."""
+    """Send buffer exported by CUDA IPC. The handle contains the GPU's UUID, since device numbers differ between processes."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(nbytes, readers)
@@ -110,10 +100,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exported memory that was never opened (`was_opened`), or whose reader is not among the living ones (`homes`). Living readers
-    release what they have opened.
-
-    torch keeps exported memory allocated until the reader has decremented the export's counter, even if the exporter has dropped it."""
+    """Free exports that were never opened or whose reader is not in `homes`; torch would keep them allocated."""
     abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)
@@ -126,7 +113,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement torch's reader counter of exported memory, on behalf of a reader that never will."""
+    """Decrement torch's reader counter in place of a reader that never will."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -136,18 +123,16 @@ def collect() -> None:
 
 
 _STORAGE = 4
-"""Index of the storage's class among the arguments from which torch rebuilds a shared CUDA tensor."""
+"""Index of the storage class in the arguments of torch's `rebuild_cuda_tensor`."""
 _DEVICE = 6
-"""Index of the sender's device number among the arguments from which torch rebuilds a shared CUDA tensor. The receiver may number devices
-differently."""
+"""Index of the sender's device number in the arguments of torch's `rebuild_cuda_tensor`."""
 _COUNTER = slice(11, 13)
-"""Indices of two arguments from which torch rebuilds a shared CUDA tensor: the file of IPC reference counters, and the offset of the
-tensor's counter in that file."""
+"""Indices of the IPC counter's file and offset in the arguments of torch's `rebuild_cuda_tensor`."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Function that opens a segment. Takes the segment's handle and the reader's index; raises OSError if the segment is out of reach."""
+"""Open a segment by (handle, reader index). OSError if out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:
@@ -172,12 +157,12 @@ def local_number(uuid: str) -> int:
 
 
 def wait_for_device(tensor: torch.Tensor) -> None:
-    """Wait for the device's pending work, so other processes may read the tensor."""
+    """Wait for pending work, so that other processes may read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def use_device_of(tensor: torch.Tensor) -> None:
-    """Make the tensor's GPU this thread's current device. A new thread would use the first visible one."""
+    """Select the tensor's GPU for this thread; a new thread starts with the first GPU."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

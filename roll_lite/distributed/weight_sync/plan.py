@@ -1,5 +1,4 @@
-"""Transfer plan for weight updates: which training rank sends which tensors to which engine workers. It is made from the trainer's export
-plan, and made again whenever engines join or leave."""
+"""Plan of weight updates: which training rank sends which tensors to which engine workers."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import torch
 ALIGNMENT = 64  # bytes in a buffer; a view of any dtype may start at such an offset
 
 Channel = tuple[int, tuple[int, ...]]
-"""A sender and its receivers, as member numbers. Members are the training ranks that send and all engine workers."""
+"""Member numbers of a sender and its receivers."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,11 @@ class ExportedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """Training rank that gathers the full tensor and sends it."""
+    """Training rank that gathers and sends the full tensor."""
     bucket: int
-    """Bucket number; the tensors of a bucket are sent and loaded together."""
+    """Bucket number; a bucket is sent and loaded as one."""
     cast_from: torch.dtype | None = None
-    """Dtype before sending, if the sender casts the tensor."""
+    """Original dtype, if the sender casts the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -34,12 +33,10 @@ class ExportedTensor:
 
     @property
     def aligned_nbytes(self) -> int:
-        """Bytes that the tensor takes in a buffer, with alignment."""
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Tensor as it is sent to engines of this dtype. The sender casts only if that saves bytes; otherwise the engine casts, with the
-        same result."""
+        """Description of the tensor as sent to engines of `dtype`. The sender casts only if that saves bytes."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -58,8 +55,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of a bucket, or of some of its experts, from one sender to several engine workers. `sender` and `receivers` are member
-    numbers."""
+    """Transfer of some tensors of a bucket from one sender to several engine workers (member numbers)."""
 
     bucket: int
     sender: int
@@ -75,7 +71,7 @@ class Route:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """Convert to numbers, strings and lists, as engines require for calls of their workers."""
+        """Convert to plain types, for the engine's RPC."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 
@@ -90,9 +86,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Membership:
-    """Members of a transfer group, and the rendezvous store through which they connect.
-
-    When engines join or leave, a new group is formed with a higher `epoch`: all members connect again, and older groups are refused."""
+    """Members of a transfer group and their rendezvous store. A membership with a higher `epoch` replaces this one."""
 
     epoch: int
     transport: str
@@ -100,10 +94,9 @@ class Membership:
     port: int
     timeout_s: float
     members: tuple[str, ...]
-    """Names of the members, by member number; used in messages."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Minimum bytes of a send buffer: those of the largest bucket with more than one tensor."""
+    """Minimum size of a send buffer: the largest bucket of several tensors."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -116,12 +109,10 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes of a weight update. Members are numbered: first the training ranks that send, then the workers of each engine."""
+    """Routes of a weight update. Member numbers: first the sending training ranks, then each engine's workers."""
 
     routes: tuple[Route, ...]
-    """Routes in the order in which all members handle them."""
     trainers: tuple[int, ...]
-    """Training ranks that send, by member number."""
     engines: Mapping[int, int]
 
     @property
@@ -130,7 +121,6 @@ class TransferPlan:
         return (*(f"trainer rank {rank}" for rank in self.trainers), *workers)
 
     def first_member(self, engine: int) -> int:
-        """Member number of an engine's first worker; its other workers have the following numbers."""
         before = list(self.engines).index(engine)
         return len(self.trainers) + sum(list(self.engines.values())[:before])
 
@@ -151,10 +141,10 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update: owners send their buckets to all engine workers; experts go only to the workers that hold them.
+    """Plan a weight update: owners send buckets to all engine workers, experts only to their workers.
 
-    `engines`: engine number -> number of workers. `dtype`: the engines' dtype. `expert_parallel`: number of workers that divide an engine's
-    experts among them, in order."""
+    `engines`: engine number -> workers. `dtype`: the engines' dtype. `expert_parallel`: workers that share an engine's experts.
+    """
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -176,15 +166,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner. With gloo, a worker forwards all buckets through the same two buffers, so two owners could
-    deadlock."""
+    """Assert one owner per bucket: with two, gloo workers could deadlock, since they forward all buckets through two buffers."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return which worker holds each expert tensor, by name. Empty if every worker holds a part of every expert."""
+    """Expert tensor name -> worker. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
@@ -194,7 +183,6 @@ def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str,
 
 
 def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
-    """Group routes by bucket, in order of first appearance."""
     grouped: dict[int, list[Route]] = {}
     for route in routes:
         grouped.setdefault(route.bucket, []).append(route)

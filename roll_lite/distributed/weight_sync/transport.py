@@ -1,11 +1,8 @@
-"""Common parts of the transports, and the simplest transport: memory, on the host or a GPU, that both sides can read. A transport has a
-sender in trainers and a receiver in engine workers.
+"""Base of the weight transports, and the transport through memory that both sides can read.
 
-Both sides announce each bucket through the transfer group. Before a collective, sender and receivers wait for each other
-(`TransferGroup.meet`). Receivers that read the sender's memory wait only for the sender. The sender reuses a buffer once all receivers have
-reported the bucket as loaded (`done`) and no longer use its tensors. A bucket is sent as one byte buffer. Both sides compute the buffer's
-layout from the same list of tensors, and the receiver returns views of it. While a bucket is in flight, the sender fills the buffer of the
-channel's next bucket."""
+A bucket is one byte buffer; both sides compute its layout from the list of tensors. The sender reuses a buffer once all receivers report
+the bucket as loaded (`done`) and hold no tensors in it.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +22,11 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Function that waits until every receiver has finished with a bucket. Returns, by receiver, the handles of the segments that it still
-uses."""
+"""Wait until every receiver has loaded a bucket. Returns receiver -> handles of segments still in use."""
 
 
 class Lane:
-    """Send buffers of one channel (a sender and its receivers), used in turn."""
+    """Send buffers of one channel (a sender and its receivers)."""
 
     def __init__(self, make: Callable[[int, int], BucketSegment], readers: int, usual_nbytes: int) -> None:
         self._make = make
@@ -39,7 +35,7 @@ class Lane:
         self._segments: list[BucketSegment] = []
         self.under_way: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Handles of the segments that each receiver still used at its last `done` announcement."""
+        """Receiver -> segment handles in use at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
         """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
@@ -82,12 +78,12 @@ class TransportSender(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds spent writing buckets (`copy`) and waiting for buffers or receivers (`wait`)."""
+        """`copy`: filling buffers; `wait`: for buffers or receivers."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
 
     @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send tensors to the route's receivers. The tensors may change once this returns."""
+        """Send tensors to the route's receivers. The caller may change the tensors afterwards."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -95,7 +91,7 @@ class TransportSender(ABC):
 
     @abstractmethod
     def lent(self) -> list[Lent]:
-        """Memory exports that readers have to give back; see `memory.take_back`."""
+        """GPU memory exports that readers may still hold."""
 
     def close(self) -> None:
         self.group.close()
@@ -134,7 +130,7 @@ class BufferedSender(TransportSender):
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Start sending the bucket, without waiting. Returns a function that waits for the receivers."""
+        """Start sending. Returns a function that waits for the receivers."""
 
     def close(self) -> None:
         super().close()
@@ -148,16 +144,15 @@ class TransportReceiver(ABC):
         self.group = group
 
     def expect(self, route: Route) -> None:  # noqa: B027 (nothing to prepare if receivers read the sender's memory)
-        """Prepare to receive the next route's bucket, possibly while another is being loaded. Returns at once."""
+        """Prepare to receive the next bucket, without blocking."""
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        """Receive a bucket as read-only tensors, which stay valid while they are referenced."""
+        """Return a bucket's tensors (read-only views)."""
 
     @abstractmethod
     def release(self) -> None:
-        """Report that the received buckets are loaded. The sender may then reuse their memory, except for tensors that are still
-        referenced."""
+        """Report the received buckets as loaded, so that the sender may reuse their memory."""
 
     def close(self) -> None:
         self.group.close()
@@ -190,7 +185,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write tensors into a buffer, cast as planned. ValueError if names, shapes or dtypes differ from the plan."""
+    """Write tensors into a buffer, cast as planned. ValueError if a name, shape or dtype differs from the plan."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")
@@ -213,7 +208,6 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Announce the segment, so receivers may read it."""
         step = self.group.step(route)
         self.group.tell(route, step, "here", layout.announcement(segment.handle))
 
@@ -231,14 +225,12 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: record which exports are opened, as `memory.take_back` needs. `otherwise`: remedy for the error message if memory
-        cannot be opened."""
+        """`gives_back`: record opened exports for `memory.take_back`. `otherwise`: advice in the error message."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
-        """Segments that this receiver has opened, by sender and handle."""
         self._received: list[tuple[Route, int]] = []
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
@@ -259,7 +251,7 @@ class FetchReceiver(TransportReceiver):
                 self.group.opens(name_of_export(handle, place))
             try:
                 opened[handle] = Watched(self._open(handle, place))
-            except (OSError, RuntimeError, ValueError) as error:  # the error may come from the system, from CUDA, or from an invisible GPU
+            except (OSError, RuntimeError, ValueError) as error:  # from the system, from CUDA, or because the GPU is invisible
                 them = self.group.membership.members[route.sender]
                 cannot = f"{self.group.name} cannot open the memory of {them}: {error}"
                 raise TransferError(f"weight transfer: {cannot}; {self._otherwise}") from error

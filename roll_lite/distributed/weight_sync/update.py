@@ -1,4 +1,4 @@
-"""Check that the tensors of a weight update fit and have all arrived, and compute checksums."""
+"""Checks of a weight update: shapes, completeness and checksums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor
 _SHOWN = 5
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Tensor shapes by Hugging Face name."""
+"""Hugging Face tensor name -> shape."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class WeightUpdate:
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of an engine's tensors from the checkpoint's file headers. `tied`: the embedding is also the LM head."""
+    """Read tensor shapes from safetensors headers. `tied`: drop `lm_head.weight`, which shares the embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -59,7 +59,6 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
-    """Raise a ValueError that names unknown, missing, duplicate and misshapen tensors."""
     names = [tensor.name for tensor in tensors]
     problems = [
         *_listed("unknown to the model", sorted(set(names) - shapes.keys())),
@@ -88,7 +87,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Number of updates after which every tensor's checksum has been compared. Each update compares every SAMPLED-th tensor."""
+"""Each update compares the checksums of every 16th tensor."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:
@@ -96,8 +95,7 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's dtype, shape and values in row-major order, independent of strides and device; computed on the tensor's device.
-    Negative zero counts as zero, because engines read packed weights back through a multiplication, which loses the sign."""
+    """Digest of dtype, shape and values. Negative zero counts as zero: engines lose its sign when they read packed weights back."""
     flat = tensor.detach().reshape(-1)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = _weights(flat.device)
@@ -114,7 +112,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factor for each position in a chunk: [_CHUNK] int64. With them, the checksum depends on the order of values."""
+    """Pseudo-random odd factors, [_CHUNK] int64, which make the checksum depend on order."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD

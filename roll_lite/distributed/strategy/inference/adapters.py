@@ -1,7 +1,7 @@
-"""Receive and read LoRA adapters in an engine's worker, for weight updates that send only adapters.
+"""LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-The engine keeps the base weights that it loaded at start-up, and adds the matrices A and B beside its layers. In a layer that fuses
-projections (q, k, v), those without an adapter get zeros, because an engine may track adapters by layer."""
+In fused layers (q, k, v), projections without an adapter get zeros, because an engine may track adapters per layer.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ NAME = "actor_train"
 
 
 class IncomingAdapters:
-    """Buffer for the adapters that a worker receives in an update. The engine uses the old ones until `put_in_place`."""
+    """Buffer for a weight update's adapters, unused until `put_in_place`."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: shapes of all adapter tensors by PEFT name; until the first update they are zeros. `put(rank, tensors)` installs
-        tensors of this LoRA rank in the engine."""
+        """`shapes`: PEFT name -> shape. `put(rank, tensors)` installs adapters; first called with zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put
@@ -32,7 +31,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Drop tensors that a failed update left. `again`: whether there was such an update; not used here."""
+        """Drop leftovers of a failed update."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -46,20 +45,18 @@ class IncomingAdapters:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """Layer of an engine's model that has adapters, with this worker's shards of them."""
-
     path: str
     layer: Any
     a: torch.Tensor
-    """LoRA matrices A of the layer's projections, stacked: [projections * rank, columns]."""
+    """A matrices of the layer's projections, stacked: [projections * rank, columns]."""
     b: torch.Tensor
-    """LoRA matrices B of the layer's projections, stacked: [rows of all projections, rank]."""
+    """B matrices, stacked: [rows of all projections, rank]."""
 
 
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named adapter tensors, unsharded, as the engine uses them. Collective over the engine's workers."""
+    """Yield the engine's adapter tensors, unsharded. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -1,7 +1,7 @@
-"""Return an exception in an engine's worker as a value, and raise it in the hosting process after all workers have answered.
+"""Exceptions of engine workers, returned as values and raised once all workers have answered.
 
-vLLM's executor raises at the first failing worker and leaves the other answers in queues, where the next call would take them for its own.
-SGLang's RPC reports only the first worker's outcome."""
+vLLM's executor raises at the first failing worker and leaves the other answers in queues. SGLang's RPC reports only the first worker.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VALUE, _RAISED, _BROKE_OFF, _STALE = "value", "raised", "broke off", "stale"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Make a worker's method return its exceptions, which `values` then raises in the hosting process."""
+    """Make a worker's method return its exceptions, for `values` to raise."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def values(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return the workers' values. If workers failed, raises the error that probably caused the others."""
+    """Return the workers' values, or raise the error that probably caused the others."""
     for what, kind in ((_RAISED, RuntimeError), (_BROKE_OFF, TransferError), (_STALE, StaleEpoch)):
         if told := [answer[what] for answer in answers if what in answer]:
             raise kind("; ".join(told))

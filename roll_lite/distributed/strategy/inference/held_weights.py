@@ -1,8 +1,8 @@
-"""Read back an engine's weights as Hugging Face tensors, to compare them with the trainer's.
+"""Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-vLLM and SGLang have similar layers: both fuse projections and shard them over workers. On a CPU, vLLM also packs matrices into an opaque
-layout and drops the original. A packed matrix is read by multiplying it with the identity. That is exact except for the sign of zero and,
-on some CPUs, subnormal numbers."""
+On CPUs vLLM packs matrices. A packed matrix is read by multiplication with the identity: exact except for the sign of zero and, on some
+CPUs, subnormal numbers.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Function that reads an expert layer. Returns the number of experts and this worker's part of their weights: gate_proj stacked above
-up_proj [experts, 2 * rows, columns], and down_proj [experts, columns, rows]."""
+"""Read an expert layer: (number of experts, gate_proj above up_proj [experts, 2 * rows, columns], down_proj [experts, columns, rows])."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Layer classes of vLLM or SGLang, and a function `gather(part, dim)` that joins shards. Both engines use the same class names, except
-    for experts."""
+    """Layer classes of vLLM or SGLang; `gather(part, dim)` joins shards."""
 
     linear: Any
-    """Python module that defines the linear layers."""
+    """Module with the linear layers."""
     vocabulary: Any
-    """Python module that defines embedding and LM head."""
+    """Module with embedding and LM head."""
     experts: type[Any]
     read_experts: ReadExperts
     workers: int
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor; collective. `copies`: number of workers that hold the same shard. RuntimeError if their copies differ."""
+        """Join a sharded tensor (collective). `copies`: workers per shard; RuntimeError if they differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -49,7 +47,7 @@ class Layers:
 
 
 def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor) of the named weights (None: all). Collective over the engine's workers."""
+    """Yield (name, unsharded tensor); `names` None: all. Collective over the engine's workers."""
     parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
         held, tensors = _of_module(path, module, model, layers)
@@ -58,7 +56,7 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """Return the names of the checkpoint layers that an engine's module holds, and an iterator over their tensors."""
+    """Checkpoint layer names in an engine module, and an iterator over their tensors."""
     if isinstance(module, layers.linear.LinearBase):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -73,7 +71,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Names of the checkpoint's linear layers that the engine fuses into the layer `path`."""
+    """Checkpoint layers fused into the engine layer `path`."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -95,7 +93,7 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield expert tensors. Each worker holds either a shard of every expert, or some whole experts, numbered in worker order."""
+    """Yield expert tensors. A worker holds a shard of every expert, or some whole experts in worker order."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
@@ -111,7 +109,7 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return, for each matrix fused into a layer, its number of rows on this worker, and how many workers hold the same rows."""
+    """Return two lists by fused matrix: rows on this worker, and number of workers with the same rows."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))
@@ -134,7 +132,7 @@ def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iter
 
 
 def _matrix(module: Any, columns: int) -> torch.Tensor:
-    """This worker's weight matrix [rows, columns] of a layer, without vLLM's packing."""
+    """This worker's weight matrix [rows, columns], unpacked."""
     multiply = getattr(module, "cpu_linear", None)
     weight: torch.Tensor = module.weight.detach()
     if multiply is None:

@@ -1,4 +1,4 @@
-"""State machine of an engine: its states, the events that each state allows, and the transitions."""
+"""State machine of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOT_STARTED = "not started"
 
 
 class EngineDead(RuntimeError):
-    """The engine cannot serve any more."""
+    pass
 
 
 class EngineMemory(StrEnum):
@@ -25,15 +25,13 @@ class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     PAUSED = "paused"
-    """Paused by `pause`: generates nothing until `resume`, and keeps its memory."""
     UPDATING = "updating"
-    """A weight update is being loaded: some weights are old, some new."""
+    """Weight update in progress: a mix of old and new weights."""
     HALF_UPDATED = "half updated"
-    """A weight update failed half-way: some weights are old, some new. Only a complete update makes the engine usable again."""
+    """Weight update failed halfway; the engine needs a complete update."""
     CACHE_OFFLOADED = "cache offloaded"
-    """The KV cache is offloaded; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """The weights are in host memory, or dropped; the KV cache may be offloaded too."""
+    """Weights in host memory or dropped; the KV cache possibly too."""
     DEAD = "dead"
 
 
@@ -43,10 +41,10 @@ class EngineEvent(StrEnum):
     RESUME = "resume"
     CONNECT = "connect"
     BEGIN_UPDATE = "begin update"
-    """Announce a weight update. No tensor has arrived yet; another announcement replaces this one."""
+    """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Transfer of a bucket failed. If it was the update's first bucket, the old weights are still intact."""
+    """Bucket transfer failed. If it was the first bucket, the old weights are intact."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -71,7 +69,7 @@ ALLOWED: Mapping[EngineEvent, Set[EngineState]] = {
     _E.LOAD: _ALIVE,
     _E.DIE: frozenset(EngineState),
 }
-"""Event -> states in which it is allowed."""
+"""Event -> allowed states."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -83,34 +81,28 @@ _MEANWHILE = {
 
 
 class EngineLife:
-    """State of an engine, and the facts that determine it: a requested pause, offloaded parts, an announced update."""
-
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
         self.failure: str | None = NOT_STARTED
-        """Reason why the engine cannot serve; None if it can."""
+        """Why the engine cannot serve; None if it can."""
         self.paused = False
-        """True from `pause` until `resume`. `halted` says whether the engine's process is paused."""
+        """True from `pause` until `resume`; see also `halted`."""
         self.away: set[EngineMemory] = set()
-        """Offloaded parts."""
         self.blank = False
-        """True from an offload that has dropped the weights until the next complete weight update."""
+        """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
-        """Weight update that was announced and is not finished."""
         self.halted: bool | None = False
-        """True if generation in the engine process is paused. None if unknown, because a call is running or was cancelled."""
+        """True if generation is paused in the engine process; None: unknown (a call is running or was cancelled)."""
         self.version = 0
-        """Version of the weights in use."""
         self._make = make
         self._died = asyncio.Event()
 
     @property
     def held_up(self) -> bool:
-        """True if the engine cannot generate for a reason other than `pause`."""
+        """True if something other than `pause` prevents generation."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:
-        """Wait for the engine's death; returns the cause."""
         await self._died.wait()
         assert self.failure is not None
         return self.failure
@@ -119,7 +111,6 @@ class EngineLife:
         raise EngineDead(f"{self._make} engine: {await self.until_dead()}")
 
     def require(self, event: EngineEvent) -> None:
-        """Raise an error if the state does not allow the event."""
         state = self.state
         if state in ALLOWED[event]:
             return
@@ -136,7 +127,7 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """Return the announced update. Raises if there is none, or if the state allows no transfer."""
+        """Return the announced update. RuntimeError if there is none."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
@@ -193,18 +184,18 @@ class EngineLife:
         self._follow()
 
     def die(self, why: str) -> None:
-        """Enter the state DEAD. If called again, the first cause is kept."""
+        """Enter the state DEAD; keep the first cause."""
         if self.state is not EngineState.DEAD:
             self.state, self.failure = EngineState.DEAD, why
             self._died.set()
 
     def _follow(self) -> None:
-        """Enter the state that follows from pause and offloaded parts, unless an update runs or has failed half-way."""
+        """Derive the state from pause and offloads, unless a weight update is running or failed halfway."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 
     def _enter_whole(self) -> None:
-        """Enter the state that follows from pause and offloaded parts, when all weights are of one version."""
+        """Derive the state from pause and offloads."""
         if self.away:
             self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         else:

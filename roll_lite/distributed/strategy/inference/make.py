@@ -1,4 +1,4 @@
-"""Interface that each make of engine (vLLM, SGLang) implements for `strategy.py`."""
+"""Interface that vLLM and SGLang implement for `strategy.py`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from roll_lite.models.hf_config import HfConfig
 
 
 class EnginePart(Protocol):
-    """Processes of an engine on one node."""
-
     @property
     def name(self) -> str: ...
 
     def check_version(self) -> object:
-        """Raise RuntimeError if the engine is not installed or its version is not supported."""
+        """RuntimeError if the engine is missing or its version is unsupported."""
 
     async def start(self) -> list[int]:
-        """Start the processes and return their ids."""
+        """Start the processes and return their pids."""
         ...
 
     async def stop(self, processes: EngineProcesses) -> None:
@@ -31,11 +29,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    """Engine (vLLM or SGLang) in separate processes. EngineStrategy calls these methods only when the engine's state allows it, and raises
-    EngineDead if the engine dies during a call.
-
-    The engine's workers have methods to receive and read weights (`roll_lite_connect`, `roll_lite_load_bucket`, ...). After
-    `roll_lite_take_adapters` they handle only LoRA adapters."""
+    """vLLM or SGLang, in separate processes. EngineStrategy calls methods only in allowed states."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -45,10 +39,10 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Called once the processes are monitored, so a crash is noticed."""
+        """Finish the start. Processes are monitored, so a crash is noticed."""
 
     async def answered(self) -> object:
-        """Wait until the engine's step loop answers, which it does between two steps, also while paused."""
+        """Wait for the engine's step loop, which answers between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests
@@ -58,7 +52,7 @@ class EngineMake(EnginePart, Protocol):
         ...
 
     async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
-        """Return the progress of requests; see `Look` in requests.py."""
+        """Return the requests' progress; see `Look` in requests.py."""
         ...
 
     async def abort(self, flights: Sequence[InFlight]) -> None: ...
@@ -70,15 +64,14 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method on all workers and return their answers in order. Raises TransferError if a weight transfer failed."""
+        """Call a method on all workers. TransferError if a weight transfer failed."""
         ...
 
     async def renew(self, version: int) -> None:
-        """Start using new weights: drop the KV cache's contents, and label tokens generated from now on with this version."""
+        """Use new weights: drop the KV cache, and label new tokens with this version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload parts that are on the device. The engine is paused and has no running requests. `cache_stays`: the KV cache remains on
-        the device."""
+        """Offload parts of a paused engine without requests. `cache_stays`: the KV cache stays on the device."""
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
-        """Load parts that are offloaded."""
+        """Load offloaded parts."""

@@ -1,4 +1,4 @@
-"""Monitor and end the operating system processes of an engine."""
+"""Monitoring and killing of an engine's processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable with the id of the hosting process, which started the engine. The engine's processes end with it."""
+"""Environment variable: pid of the hosting process, with which the engine's processes end."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
 
 COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary"})
-"""Process names of compilers that Triton and CUDA's toolchain start."""
+"""Process names of compilers started by Triton and CUDA's toolchain."""
 
 
 class EngineProcesses:
@@ -45,20 +45,19 @@ class EngineProcesses:
         return all(is_running(process) for process in self.all)
 
     def are_compiling(self) -> bool:
-        """True if one of the processes has started a kernel compiler."""
         own = {process.pid for process in self.all}
         compilers = [process for process in psutil.process_iter() if name_of(process) in COMPILERS]
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which asks the processes to end, and then kill those that are left."""
+        """Call `ask`, which requests an exit, then kill the rest."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill the processes and remove their shared memory. Does not wait for their end, since the caller may soon be killed itself."""
+        """Kill without waiting, since the caller may soon be killed; remove shared memory."""
         self._kill()
         remove(self._shared)
 
@@ -76,7 +75,7 @@ def _ancestors(process: psutil.Process) -> set[int]:
 
 
 def cleans_up(process: psutil.Process) -> bool:
-    """True for Python's resource tracker, which removes the shared memory of dead processes and then ends by itself."""
+    """True for Python's resource tracker, which removes shared memory of dead processes and exits."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -84,7 +83,7 @@ def cleans_up(process: psutil.Process) -> bool:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Shared-memory files that a process has mapped. They stay if the process is killed."""
+    """Shared-memory files mapped by a process; they survive a kill."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -94,8 +93,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files that the processes leave behind if they are killed. Semaphores do not count: they may belong to the host, and
-    Python's resource tracker removes them."""
+    """Shared-memory files that survive a kill, except semaphores, which may be the host's."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -105,13 +103,13 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
-    """Call `act` in this engine process when the hosting process has ended for any reason."""
+    """Call `act` in this engine process once the hosting process has ended."""
     if HOST_PID in os.environ:
         _when_gone(int(os.environ[HOST_PID]), act)
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill this process group when the hosting process or the group's leader has ended. This may have happened before the call."""
+    """Kill this process group once the hosting process or the group's leader has ended."""
     leader = os.getpgid(0)
 
     def end() -> None:
@@ -123,8 +121,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Start a thread that calls `act` once process `pid` has ended. If the hosting process has ended too, the thread first removes the
-    engine's scratch folder."""
+    """Start a thread that calls `act` once process `pid` has ended, and removes the engine's scratch folder if the host has ended."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -145,8 +142,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill the processes (the calling process last, if included) and remove their shared memory. Python's resource trackers are not
-    killed."""
+    """Kill processes (the caller last) except Python's resource trackers; remove their shared memory."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

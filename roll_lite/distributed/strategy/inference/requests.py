@@ -1,4 +1,4 @@
-"""Request handling for all engines: requests in flight, progress reports, stop strings in resumed responses, expert choices."""
+"""Requests in flight, progress reports, stop strings across a resume, expert choices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 SEAM = "roll_lite_seam"
-"""Key of an extra request argument: number of tokens at the end of a resumed prompt in which a stop string may begin."""
+"""Request argument: number of last prompt tokens of a resumed request in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Number of tokens that `seam_tokens` adds for those without text: special tokens, and all but the last token of a character."""
+"""Allowance in `seam_tokens` for tokens without text: special tokens and partial characters."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""Number of polls between two reports of new tokens. If the engine dies, tokens since the last report are lost."""
+"""New tokens are reported at every fifth poll; a dead engine loses the rest."""
 
 
 @dataclass(eq=False)
@@ -29,25 +29,20 @@ class InFlight:
     request: GenerationRequest
     report: Report
     version: int = 0
-    """Weight version when the request was given to the engine."""
+    """Weight version when the engine got the request."""
     entered: bool = False
-    """True once the request was given to the engine."""
     aborted: bool = False
     begun: bool = False
     reported: int = 0
-    """Number of tokens already reported (RequestProgress.part)."""
     number: int = -1
-    """Number by which SglangEngine identifies the request."""
+    """SglangEngine's number of the request."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that polls the engine for the progress of requests; None for a request that has not begun. If its second argument is True,
-progress includes new tokens (RequestProgress.part)."""
+"""Poll for requests' progress; None: not begun. Second argument: include new tokens."""
 
 
 class ProgressReports:
-    """Requests in flight, and a task that polls and reports their progress."""
-
     def __init__(self, look: Look) -> None:
         self.flights: dict[InFlight, asyncio.Future[Any]] = {}
         self._look = look
@@ -81,15 +76,14 @@ class ProgressReports:
 
 
 def seam_tokens(request: GenerationRequest) -> int:
-    """Number of tokens at the end of a resumed request's prompt in which a stop string may begin. These tokens belong to the response so
-    far."""
+    """Number of last prompt tokens, part of the response, in which a stop string may begin."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Flatten an engine's expert choices `told` [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token].
-    The engine may report all layers or only those with experts."""
+    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The engine may
+    report all layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

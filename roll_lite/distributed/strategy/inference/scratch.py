@@ -1,4 +1,4 @@
-"""Temporary folder for an engine's sockets, rendezvous files, semaphores and caches."""
+"""Temporary folder of an engine: sockets, rendezvous files, semaphores, caches."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from roll_lite.distributed.session_guard import remove_folder
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
-"""Lock file that the hosting process keeps locked while it lives."""
-_LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
+"""Lock file held by the hosting process while it lives."""
+_LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up to 36
 
 
 class Scratch:
-    """Temporary folder of an engine, removed when the engine shuts down or its hosting process ends. If the hosting process is killed, the
-    engine's processes remove the folder. If there are none yet, the next engine of the same kind on this machine removes it."""
+    """Temporary folder, removed at the engine's shutdown. If the host is killed, the engine's processes or the next engine remove it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`prefix`: start of the folder's name. `variables`: environment variables, besides TMPDIR, that the engine gets with the folder's
-        path."""
+        """`prefix`: of the folder's name. `variables`: environment variables that get the path, besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -39,7 +37,7 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Make processes started inside the block use the folder as temporary folder. This process keeps its own."""
+        """Give processes started inside the block the folder as temporary folder."""
         names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)
@@ -59,19 +57,19 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder in process `pid`, which made it. Do nothing in a fork of that process."""
+    """Remove the folder in the process that made it, not in forks."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder and return the lock's descriptor. None if another process has just removed the folder as abandoned."""
+    """Lock the folder. Returns the lock's descriptor, or None if another process has just removed the folder."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # if the file system has no locks, no folder counts as abandoned
+    with suppress(OSError):  # on file systems without locks, no folder counts as abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
     if not Path(path).exists():
         os.close(lock)
@@ -90,9 +88,10 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name the semaphores of this process and its children after the scratch folder, so they are removed with it.
+    """Name this process's semaphores after the scratch folder, so that they are removed with it.
 
-    An engine's first process calls this if it was started without multiprocessing or outside of `inherited`."""
+    Needed in an engine process started without multiprocessing or outside `inherited`.
+    """
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 
@@ -101,7 +100,7 @@ def _semaphores_of(path: str) -> str:
 
 
 def _call_semaphores(prefix: str) -> str:
-    """Set the prefix of semaphore names in this process and in its multiprocessing children. Returns the old prefix."""
+    """Set the prefix of semaphore names, also for children. Returns the old prefix."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["semprefix"] = config["semprefix"], prefix
     return str(before)

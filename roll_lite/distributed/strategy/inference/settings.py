@@ -1,4 +1,4 @@
-"""Start-up settings for all engines: supported versions, environment variables, arguments, cache size."""
+"""Start-up settings common to all engines."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Lowest GPU compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang packs weights into a layout that
-updates cannot write to."""
+"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang's packed weights cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Fused layer -> projections in it, for models that do not declare this."""
+"""Fused layer -> its projections, for models that do not declare it."""
 
 Range = tuple[str, str]
-"""First supported version, and first later version that is not supported."""
+"""First supported and first unsupported later version."""
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first installed one of these distributions. RuntimeError if none is installed (the message gives the `remedy`) or the
-    version is not supported."""
+    """Version of the first installed distribution. RuntimeError if unsupported or none is installed (`remedy`: advice)."""
     low, high = supported
     for name in distributions:
         try:
@@ -43,17 +41,17 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Environment variables with defaults, used if the user has not set them."""
+    """Defaults that the user may override."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables whose values override the user's, because the engine or its results would be wrong otherwise."""
+    """Values that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables whose values follow from the YAML configuration or the placement."""
+    """Values that follow from the YAML configuration or placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:
-        """Messages about the user's environment variables that are overridden."""
+        """Messages about overridden user variables."""
         return [
             f"the environment's {name}={given[name]} is set to {value!r} for the engine, which needs that"
             for name, value in self.required.items()
@@ -62,17 +60,17 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Size of the KV cache in MB; None: use the rest of the GPU's memory. `given`: configured size, if any."""
+    """Return the KV cache size in MB; None: the rest of GPU memory. `given`: configured size."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """True if the strategy asks for fp8. ValueError if it does and this machine has no GPU that supports it."""
+    """True if fp8 is configured. ValueError if this machine has no GPU for it."""
     if strategy.quantization != "fp8":
         return False
     if not cuda:
         raise ValueError("strategy.quantization: fp8 needs a GPU, and there is none here; use none")
-    import torch  # imported only at the start of a run: configurations may be checked on machines without GPUs
+    import torch  # only at the start of a run, since configurations may be checked without GPUs
 
     if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
         least, found = (".".join(map(str, numbers)) for numbers in (FP8_CAPABILITY, capability))
@@ -81,13 +79,12 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
 
 
 def with_fused(targets: Collection[str]) -> list[str]:
-    """Names of the linear layers with adapters, and of the layers that engines fuse with these."""
     together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
     return sorted({*targets, *together})
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:
-    """Raise ValueError for an argument that the engine does not have, or that roll_lite sets itself (`own`)."""
+    """ValueError for an argument that is unknown or set by roll_lite itself (`own`)."""
     for name in sorted(given):
         path = f"actor_infer.strategy.engine_args.{name}"
         if name in own:

@@ -1,9 +1,8 @@
-"""Detect an engine that takes no steps although its processes live, for example because of a hung kernel or a deadlock.
+"""Detection of an engine without steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers a question only between two steps. Steps are short, because prompts are prefilled in chunks of at most
-`max_batched_tokens`. So an engine is stuck if its answer takes much longer than the longest step so far.
-
-On GPUs a step may wait for a kernel's compilation, mostly at first. Such waits are detected, since compilers are separate processes."""
+The engine's loop answers between steps, which are short, since prompts are prefilled in chunks. The engine is stuck if an answer takes much
+longer than the longest step so far, not counting kernel compilation.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +15,21 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Limit in seconds for "auto" on a CPU, where steps may be slow and vLLM never splits a prompt."""
+"""Limit for "auto" on a CPU, where vLLM never splits a prompt."""
 ASK_S = 1.0
-"""Seconds between an answer of the engine's loop and the next question whether it still takes steps."""
+"""Pause between an answer and the next question."""
 LISTEN_S = 0.25
-# Compilation inside the engine's process is not detected, but takes less time.
+# In-process compilation is not detected, but is shorter.
 LATE = 0.5
-"""Fraction of the limit after which the watch looks for compiler processes. While one runs, time does not count."""
+"""Fraction of the limit after which compiler processes are looked for; while one runs, time does not count."""
 SLOWER = 4.0
-"""The limit is at least this multiple of the longest step so far. The first response resets the longest step."""
+"""Minimum limit as a multiple of the longest step so far."""
 FIRST_STEPS = 40.0
-"""Factor by which the limit is raised until the first response has ended, since kernels are compiled until then."""
+"""Factor of the limit until the first response has ended: kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
-    """Return the setting `limits.engine_step` in seconds for this machine; None for no limit."""
+    """Seconds of `limits.engine_step` on this machine; None: unlimited."""
     if setting == "auto":
         return AUTO_S if torch.cuda.is_available() else AUTO_CPU_S
     assert not isinstance(setting, str)
@@ -41,7 +40,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer` asks the engine's loop and returns once it has answered. `is_compiling` is called only if the answer is late."""
+        """`answer`: wait for the engine's loop. `is_compiling`: called only if the answer is late."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -50,13 +49,13 @@ class StepWatch(Heartbeat):
         self._suspended = 0
 
     def responded(self) -> None:
-        """Record that a response has ended. The first one resets the longest step, since compilation is over."""
+        """Record the end of a response. The first resets the longest step: compilation is over."""
         if not self._has_responded:
             self._has_responded, self._longest_s = True, 0.0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Do not count time inside the block, in which the engine's loop does other work than steps."""
+        """Ignore time inside the block, in which the engine takes no steps."""
         self._suspended += 1
         try:
             yield

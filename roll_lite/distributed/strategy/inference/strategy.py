@@ -1,6 +1,4 @@
-"""Inference engine in separate processes: handles requests, weight updates, offloading and failures.
-
-`life.py` keeps its state; vLLM and SGLang each implement the interface in `make.py`."""
+"""Engine in separate processes: requests, weight updates, offloading, failures. `life.py` holds its state."""
 
 from __future__ import annotations
 
@@ -35,8 +33,6 @@ DIED = "the engine's process died"
 
 
 class EngineStrategy(InferenceStrategy):
-    """Engine logic common to vLLM and SGLang. `make` (EngineMake) implements what differs."""
-
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
         self.make = make
@@ -50,13 +46,13 @@ class EngineStrategy(InferenceStrategy):
         self.life = EngineLife(make.name)
         self._reports = ProgressReports(self._progress)
         self._order = asyncio.Lock()
-        """Lock that serialises calls which change the engine's state."""
+        """Serializes calls that change the engine's state."""
         self._watching: list[asyncio.Task[None]] = []
         self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Shapes of the tensors that weight updates send: those of the checkpoint, or of the adapters."""
+        """Tensor shapes in weight updates: the checkpoint's or the adapters'."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -160,13 +156,12 @@ class EngineStrategy(InferenceStrategy):
             self.life.pause()
 
     async def resume(self) -> None:
-        """Undo `pause`. The engine still generates nothing while a weight update runs or memory is offloaded."""
+        """Undo `pause`. Weight updates and offloads still block generation."""
         async with self._turn(EngineEvent.RESUME):
             self.life.resume()
             await self._settle()
 
     async def _settle(self) -> None:
-        """Pause or resume the engine process as required by the current state."""
         self._require(EngineEvent.RESUME)  # forbidden only before the start and after the engine's death
         halt = self.life.state is not EngineState.SERVING
         if halt and not self.life.halted:
@@ -226,7 +221,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket of weights. The first bucket of an update freezes the engine until a complete update is finished."""
+        """Receive and load one bucket. The first freezes the engine until the update is complete."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -247,11 +242,10 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Handle a failed bucket transfer. An engine with some new weights stays frozen until a complete update; otherwise it continues
-        with the old weights."""
+        """Handle a failed transfer: keep the old weights or, if some are overwritten, stay frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
-        except Exception as unknown:  # an engine whose state is unknown must not continue
+        except Exception as unknown:  # an engine in an unknown state must not continue
             self.fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
             return
         self.life.break_off(half_way=touched)
@@ -274,15 +268,14 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums, by name, of the named weights in the engine's workers (None: all that weight updates overwrite). Values are first
-        converted to the dtype in which the last update sent them, so checksums equal the sender's unless the engine stores fewer bits."""
+        """Checksums of named weights (None: all), in the dtype of the last update, so that they equal the sender's."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
             answers = await self._call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
         expected = shapes.keys() if names is None else set(names)
         sums: dict[str, str] = {}
-        for worker, told in enumerate(answers):  # all workers hold a copy of what is not sharded
+        for worker, told in enumerate(answers):  # all workers hold copies of unsharded tensors
             assert told.keys() == expected, f"held and expected differ: {sorted(told.keys() ^ expected)[:5]}"
             sums |= {name: f"{digest} in worker {worker}" for name, digest in told.items() if digest != answers[0][name]}
         return {**answers[0], **sums}
@@ -295,12 +288,12 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call during which the engine takes no steps, and suspend the check for a stuck engine until it returns."""
+        """Wait for a call without engine steps; suspends the check for a stuck engine."""
         with self._steps.suspended():
             return await self._answer(call)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Wait for the engine's answer. Raises EngineDead if the engine dies first, since the answer may never come."""
+        """Wait for the engine's answer. EngineDead if the engine dies first."""
         return await first_of(call, self.life.until_refused())
 
     # ------------------------------------------------------------ liveness
@@ -312,8 +305,7 @@ class EngineStrategy(InferenceStrategy):
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Wait until one of the engine's processes has died or has been stopped (SIGSTOP) for too long; then fail the engine. vLLM or
-        SGLang itself would notice late or never."""
+        """Fail the engine when a process has died or been stopped (SIGSTOP) for too long."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:
@@ -332,8 +324,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call that changes or reads the state. Raises if the state forbids the event, before or after waiting for
-        the lock."""
+        """Hold the lock during a call. Raises if the state forbids the event."""
         self._require(event)
         async with self._order:
             self._require(event)
@@ -344,7 +335,7 @@ class EngineStrategy(InferenceStrategy):
         return self.life.require_update()
 
     def _give_up(self, why: str) -> None:
-        """Stop serving. Running requests return with an error."""
+        """Stop serving; running requests return an error."""
         self.life.die(why)
         for flight, task in self._reports.flights.items():
             if flight.entered:  # requests not yet given to the engine see the failure themselves

@@ -1,8 +1,7 @@
-"""Save and load checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
+"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state.
 
-Each shard is stored with its offset in the unsharded tensor, so a run with another parallel layout can load it. The optimizer's moments and
-step count are stored, and a bfloat16 model's float32 weights; other optimizer settings come from the configuration. Random state is
-restored only under the same layout."""
+Shards have offsets in the full tensor, so that another parallel layout can load them; random state needs the same layout.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a folder shared by all nodes; collective. `model`: contents of MODEL_FILE. `writer`: writes the tensors to
-    STATE_FOLDER. Returns this rank's files; on rank 0 also the files common to all ranks."""
+    """Save a checkpoint to a shared folder (collective). `model`: contents of MODEL_FILE. `writer`: writes STATE_FOLDER. Returns this
+    rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -85,8 +84,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if only one of checkpoint and run uses LoRA adapters, or if the checkpoint's adapters were trained on another base
-    model."""
+    """ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -96,21 +94,21 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Drop the optimizer from the state that Megatron requires to be equal on all ranks, since its parts differ between ranks."""
+    """Drop the optimizer, which differs between ranks; Megatron requires the rest to be equal."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
 def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
-    """Load a checkpoint; collective. Learning rate, betas and weight decay stay as configured."""
+    """Load a checkpoint (collective). Learning rate, betas and weight decay stay as configured."""
     check_same_model(folder, model)
-    # Before loading, each tensor in this nested state is a template, which names the stored tensor and this rank's shard of it.
+    # Before loading, tensors in this nested state are templates: the stored tensor's name and this rank's shard.
     wanted = _sharded_state(chunks, optimizer, loading=True)
     to_fill = wanted.pop("optimizer", None)
     weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]
     with _clear_errors(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
-        # Loads the optimizer's templates as a flat list, with the weights. Everything else in its nested state stays unchanged.
+        # Load the optimizer's templates as a flat list with the weights.
         places = _stored_places(to_fill, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)
@@ -135,7 +133,7 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _clear_errors(state_folder: Path) -> Iterator[str]:
-    """Yield the folder's path. Turns Megatron's many errors about missing or damaged files into one ValueError."""
+    """Yield the folder's path; turn Megatron's many errors about bad files into one ValueError."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -156,7 +154,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Path of this rank's random-state file. None if the checkpoint was saved by fewer ranks; raises ValueError if the file is lost."""
+    """This rank's random-state file; None if fewer ranks saved. ValueError if lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -184,8 +182,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Build the optimizer state into which a checkpoint is loaded. It lacks the distributed optimizer's tensors, which ShardReader
-    (shard_loading.py) reads."""
+    """Optimizer state to load into, without tensors that ShardReader reads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -196,19 +193,18 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Select the weights to store: all, or only the adapters if only adapters are trained."""
+    """Weights to store: all, or only trained adapters."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors, which are unused here. Without them, models with Transformer Engine's layers and
-    with torch's can load each other's checkpoints."""
+    """True for Transformer Engine's fp8 scaling factors, which are unused and would prevent loading into torch's layers."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Names of the chunk's frozen weights, which are not stored. Empty without an optimizer: then all weights are stored."""
+    """Names of frozen weights, which are not stored. Without an optimizer, all weights are stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -218,8 +214,8 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process. Megatron's own strategy forks processes for writing, which can hang because of
-    the threads of Ray, gloo and CUDA."""
+    """Megatron save strategy that writes from this process. Megatron's own strategy forks, which can hang with threads of Ray, gloo and
+    CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -238,9 +234,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around a bug in Megatron-Core 0.16: its distributed optimizer saves without the padding between buckets, but looks parameters up
-    at offsets that include it. Parameters behind padding would be stored with their neighbours' values. There are several buckets with
-    `overlap_grad_reduce`, and with tied embeddings under pipeline parallelism."""
+    """Work around a bug in Megatron-Core 0.16: its distributed optimizer saves without padding between buckets but looks up offsets with
+    padding, so parameters behind padding would get wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -249,8 +244,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load into the nested optimizer `state`. Removes float32 weights that the checkpoint lacks
-    from `state`. `stored`: the checkpoint's tensor names."""
+    """(container, key) of each tensor to load into `state`. Removes float32 weights that the checkpoint (`stored`: tensor names) lacks."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -272,13 +266,13 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Find the step count in a stored optimizer state of any kind; 0 if there is none."""
+    """Step count in a stored optimizer state; 0 if none."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer's state dict, without the tensors that ShardReader reads. `steps`: number of optimizer steps taken."""
+    """Load the optimizer's state dict, without tensors read by ShardReader. `steps`: step count."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]
@@ -286,7 +280,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
         if isinstance(part, DistributedOptimizer) or not isinstance(part.optimizer, torch.optim.AdamW):
-            # These keep the step count in parameter groups, as Transformer Engine's and Apex's Adam do.
+            # These keep the step count in parameter groups, like the Adam of Transformer Engine and Apex.
             for group in inner["param_groups"]:
                 group["step"] = int(steps)
         else:
@@ -296,8 +290,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replacement for DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16. The original looks for `step` among
-    the tensors, though it is stored in the parameter groups."""
+    """Replacement for a method of Megatron-Core 0.16, which looks for `step` among the tensors instead of the parameter groups."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,8 +1,8 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
-The process is a fresh interpreter. A thread would block the rank, since torch.save mostly holds the GIL; a fork, as in Megatron's
-asynchronous save, can hang beside the threads of Ray, gloo and CUDA. The process inherits anonymous memory (memfd, not limited by /dev/shm)
-with the copied tensors, the job and its result. The result shows success, since the exit code may be lost: Ray reaps child processes."""
+A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
+memfds with tensors, job and result. The result shows success, since Ray may reap the exit code.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +54,12 @@ class SaveJob:
     plan: SavePlan
     contents: dict[Any, TensorPlace | bytes]
     later: list[tuple[Path, int]]
-    """Files to write after these: path, and file descriptor of the shared memory with the contents."""
+    """(path, memfd) of files to write after the tensors."""
     others: list[Path]
-    """Existing files, to be flushed and recorded with size and checksum."""
 
 
 class StagedWriter(FileSystemWriter):
-    """Replacement for torch's FileSystemWriter that only copies contents to memory; another process writes them to files."""
+    """FileSystemWriter that copies contents to memory, for another process to write."""
 
     memory: io.FileIO
     plan: SavePlan
@@ -102,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files on the coordinating rank. Returns the records of the files written."""
+        """Write the index of all ranks' files on the coordinating rank. Returns its record."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -112,8 +111,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Running asynchronous save: one process per rank writes the copied tensors. `files`: this rank's other files, written by the process
-    unless they exist. `finish` is collective."""
+    """Asynchronous save. `files`: this rank's other files. `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

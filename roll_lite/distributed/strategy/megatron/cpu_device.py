@@ -1,4 +1,4 @@
-"""Stand-in for `torch.cuda` when Megatron-Core runs without CUDA. It has only the functions that training calls."""
+"""Stand-in for `torch.cuda` without CUDA: the functions that Megatron-Core calls in training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def empty_cache() -> None:
     """Do nothing: the CPU allocator keeps no cache."""
 
 
-# Megatron's "CUDA" random streams become states of the CPU's random generator.
+# Megatron's "CUDA" random streams become states of the CPU generator.
 
 
 class _DefaultGenerators:

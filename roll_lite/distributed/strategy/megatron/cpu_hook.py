@@ -1,7 +1,7 @@
-"""Make Megatron-Core run on a machine without CUDA.
+"""Make Megatron-Core run without CUDA.
 
-Megatron-Core 0.16 names CUDA everywhere, though training hardly needs it. `install()` adds an import hook that rewrites the source of the
-modules in EXPECTED. If a module's number of rewrites differs from EXPECTED, upstream has changed, and the import fails."""
+`install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; the import fails if upstream has changed.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""First supported version of megatron-core, and first later one that is not supported."""
+"""First supported and first unsupported later version."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Global name of cpu_device in rewritten modules. The loader sets it, since an import statement in a module's source would shift line
-numbers."""
+"""Global name of cpu_device in rewritten modules. Set by the loader: an import statement would shift line numbers."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class _Rewrite:
 
 
 _REWRITES = (
-    # optimizer.py, distrib_optimizer.py and clip_grads.py compare type strings of CUDA tensors.
+    # Type strings of CUDA tensors, compared in optimizer.py, distrib_optimizer.py and clip_grads.py.
     _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
-    # tensor_parallel/random.py imports private helpers that wait for the CUDA driver.
+    # Private helpers in tensor_parallel/random.py that wait for the CUDA driver.
     _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
-    # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() does nothing for tensors on the host.
+    # Copies to the device (grad_scaler.py, optimizer.py, ...); .cpu() does nothing on the host.
     _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
     # current_device, synchronize, streams, RNG states, nvtx ranges.
     _Rewrite(re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
@@ -46,15 +45,15 @@ _REWRITES = (
     # Pinned host memory needs a GPU.
     _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
     _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
-    # moe_utils.py converts the dispatcher's token counts to numpy arrays only if they are on a GPU.
+    # moe_utils.py converts the dispatcher's token counts to numpy arrays only on a GPU.
     _Rewrite(
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
     ),
-    # mappings.py exchanges pieces of unequal size, which gloo does not support.
+    # Exchanges of unequal pieces in mappings.py, which gloo does not support.
     _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
     _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
-    # jit.py compiles small fusions with torch.compile, which takes minutes on a CPU.
+    # torch.compile of small fusions in jit.py takes minutes on a CPU.
     _Rewrite(re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
 )
 
@@ -99,7 +98,7 @@ EXPECTED: dict[str, int] = {
 
 
 def install() -> None:
-    """Install the hook, before the first import of megatron.core. Repeated calls do nothing."""
+    """Install the hook, before the first import of megatron.core."""
     _check_version()
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -143,7 +142,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile from the rewritten source, since cached bytecode is that of the original."""
+        """Compile the rewritten source; cached bytecode is that of the original."""
         source = self.get_data(self.path).decode()
         return compile(rewrite(fullname.removeprefix("megatron.core."), source), self.path, "exec", dont_inherit=True)
 

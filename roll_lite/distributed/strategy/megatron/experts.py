@@ -1,4 +1,4 @@
-"""Megatron's mixture-of-experts layers with a router that counts its choices and adds a load-balancing loss."""
+"""Mixture-of-experts layers whose router counts choices and adds a load-balancing loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_lite.distributed.strategy.megatron.routing import ChosenExperts
 from roll_lite.models.hf_config import ExpertsConfig, HfConfig
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 reads this name but defines it only with Transformer Engine
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 defines this only with Transformer Engine, but always reads it
 
 
 def experts_config(hf: HfConfig) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.feed_forward,
-        # Softmax over the chosen experts equals softmax over all, renormalised.
+        # Softmax over the chosen experts equals the renormalized softmax over all.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # our own balance loss instead
@@ -45,11 +45,11 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 
 
 class Balance:
-    """Count how often routers choose each expert in an optimizer step, and compute the load-balancing loss.
+    """Expert use and load-balancing loss of an optimizer step.
 
-    In a layer, a row (sample) has the Switch Transformer's loss: number of experts * sum over experts of (share of the row's choices * mean
-    probability), which is 1 for even choices. Each layer adds `coef` times the mean over the mini-batch's rows to the objective. Counting
-    whole rows makes the loss independent of micro-batches and ranks."""
+    Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability), 1 if
+    even. Counting whole rows makes the loss independent of micro-batches and ranks.
+    """
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -66,16 +66,15 @@ class Balance:
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def add_rerouted(self, counts: torch.Tensor) -> None:
-        """Add the two counts that ChosenExperts.rerouted returns."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record the balance loss of one layer and micro-batch, and return it scaled for the objective. `loss`: sum over the rows."""
+        """Record one layer's loss (summed over rows) and scale it for the objective."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
-        """Sum the optimizer step's counts and losses over all ranks, each of which has only some tokens and layers. Collective."""
+        """Sum counts and losses over all ranks (collective)."""
         sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
         choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
@@ -94,7 +93,6 @@ class Balance:
 
 class ExpertRouter(TopKRouter):
     rows: PackedRows
-    """Layout of the micro-batch's rows (samples); set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -107,13 +105,13 @@ class ExpertRouter(TopKRouter):
         weights, chosen = super().routing(logits, padding_mask)
         if replay is not None and routes is not None and routes.taken is not None:
             routes.taken[number] = replay.chosen.to(torch.int16)
-        if torch.is_grad_enabled():  # true once per micro-batch, even if layers are recomputed
+        if torch.is_grad_enabled():  # true once per micro-batch, even with recomputation
             weights = self._count(weights, chosen, logits.view(-1, self.num_experts))
         return weights, chosen
 
     @property
     def _number(self) -> int:
-        """Index of this layer among those with experts."""
+        """Index among the layers with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
@@ -121,7 +119,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count choices and attach the balance loss's gradient to the router's weights. Padding (an extra last row) is not counted."""
+        """Count choices and attach the balance loss's gradient to the router's weights. The last row is padding."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -132,7 +130,7 @@ class ExpertRouter(TopKRouter):
             self._balance.add_rerouted(replay.rerouted())
         if not self._balance.coef:
             return weights
-        if replay is not None:  # the balance loss is about the router's own choices, not the replayed ones
+        if replay is not None:  # the balance loss uses the router's own choices, not the replayed ones
             ones = torch.ones_like(replay.own, dtype=logits.dtype)
             choices = empty.index_add(0, row_of, torch.zeros_like(logits).scatter(1, replay.own, ones))[:-1]
         if self.tp_cp_group.size() > 1:  # these ranks share the rows
@@ -145,14 +143,13 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Mixture-of-experts layer that can be recomputed in the backward pass. It first sets the router's `rows` again, because later
-    micro-batches have overwritten them."""
+    """Mixture-of-experts layer that sets `rows` again on recomputation: later micro-batches overwrite it."""
 
     router: ExpertRouter
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config, **options)
-        self.moe_layer_recompute = False  # Megatron's own recomputation would not set the rows
+        self.moe_layer_recompute = False  # Megatron's recomputation would not set the rows
         self._recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:

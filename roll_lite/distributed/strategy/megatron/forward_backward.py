@@ -1,4 +1,4 @@
-"""Run micro-batches through the pipeline stages with Megatron's schedules, and sum up the results."""
+"""Micro-batches through Megatron's pipeline schedules, and sums of their results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads without its division by the token count. The loss weights are already divided by it."""
+    """Call finalize_model_grads without division by the token count: loss weights include it."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns the results of `on_head(stage output, input)`, one per
-    micro-batch; other stages return []."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` per micro-batch, others
+    []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -36,15 +36,15 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
     """Run micro-batches forward and backward; gradients are summed over micro-batches and data-parallel ranks.
 
-    `on_head(stage output, input)` returns (loss, value) of a micro-batch. The last pipeline stage returns the values, other stages return
-    []."""
+    `on_head(stage output, input)` returns (loss, value). The last stage returns the values, others [].
+    """
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
 
         def of_result(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             loss, value = on_head(result, given)
-            # Megatron wants a token count for its own averaging, which sum_gradients skips.
+            # Megatron wants a token count for averaging, which sum_gradients skips.
             return loss, torch.zeros([], dtype=torch.int, device=loss.device), value
 
         return chunk(given.input_ids, given.rows, given.positions), of_result
@@ -60,7 +60,7 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
         data_iterator=iterators if several else iterators[0],
         model=list(chunks) if several else [chunks[0]],
         num_microbatches=len(inputs),
-        # Megatron uses these two only if all micro-batches have the same shape. Here stages send each other the shapes.
+        # Used by Megatron only for micro-batches of equal shape; here stages exchange shapes.
         seq_length=inputs[0].input_ids.shape[1],
         micro_batch_size=inputs[0].input_ids.shape[0],
         **options,
@@ -76,7 +76,7 @@ def sum_over_data_ranks(count: int) -> int:
 
 
 def _over_data_ranks(count: int, reduction: Any) -> int:
-    """Reduce an integer over data-parallel ranks with gloo on the host, so without waiting for the device."""
+    """Reduce an integer over data-parallel ranks on the host, without waiting for the device."""
     if parallel_state.get_data_parallel_world_size() > 1:
         total = torch.tensor(count)
         dist.all_reduce(total, reduction, group=parallel_state.get_data_parallel_group_gloo())
@@ -85,9 +85,10 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks; all ranks get the sums. Waits for the device once.
+    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once.
 
-    Context-parallel ranks already have equal sums. They are averaged nevertheless, so that NaN or infinity on one rank reaches all."""
+    Context-parallel ranks have equal sums, but are averaged to spread NaN and infinity.
+    """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -1,4 +1,4 @@
-"""Export the model as Hugging Face tensors, gathered over tensor-parallel ranks one bucket (group of tensors) at a time."""
+"""Export of the model as full Hugging Face tensors, gathered one bucket at a time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Function that changes a rank's shard of a tensor before export, for example to merge an adapter. Must not work in place; keeps shape and
-dtype."""
+"""Change a rank's shard before export, e.g. merge an adapter; not in place."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 FILE_BYTES = 4 << 30
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files. All other files of the model's folder are copied to an export."""
+"""Suffixes of weight files; other files of the model's folder are copied."""
 
 
 def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -42,9 +41,9 @@ def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Global ranks of the tensor-parallel group. The first one gathers the full tensors."""
+    """Global ranks of the tensor-parallel group; the first gathers full tensors."""
     takes_part: bool
-    """True on ranks of the first data-parallel replica, the only ones that export."""
+    """True on ranks of the exporting (first) data-parallel replica."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -63,11 +62,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""Name, full shape, dtype and owner (the rank that gathers it) of a tensor."""
+"""(name, full shape, dtype, owner); the owner gathers the tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets. All tensors of a bucket have the same dtype, since they are gathered as one tensor."""
+    """Divide tensors into buckets of one dtype, since a bucket is gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -82,8 +81,6 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 
 
 class HfExporter:
-    """Exporter of full Hugging Face tensors. Only the first data-parallel replica of each pipeline stage or expert takes part."""
-
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, CutChange] | None = None) -> None:
         self._hf = hf
         self._changes = changes or {}
@@ -98,10 +95,10 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export in buckets; collective. One rank, the owner, gathers each bucket.
+        """Plan the export in buckets (collective), each gathered by one rank, its owner.
 
-        An owner's tensors are divided into buckets in layer order; experts' tensors get buckets of their own. Owners take turns: while
-        engines load one owner's bucket, other owners gather theirs."""
+        Experts have separate buckets. Owners take turns, so that one gathers while engines load another's bucket.
+        """
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -114,8 +111,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket. Returns full tensors by name on its owner, None on other ranks. Collective over the owner's tensor group. See
-        TrainStrategy.export_bucket."""
+        """Gather a bucket: full tensors by name on its owner, None elsewhere. Collective over the owner's tensor group."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
@@ -139,14 +135,12 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Take this rank's shards of the Hugging Face tensors from a Megatron tensor. `joined`: Megatron tensor joined over the ranks that
-        share a key/value head."""
+        """Hugging Face shards of this rank. `joined`: Megatron tensor joined over ranks that share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
     def _join_shared(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Concatenate the Megatron tensors of the ranks that share a key/value head with this one. Collective over the tensor group if
-        ranks share heads; otherwise returns `local`."""
+        """Concatenate the Megatron tensors of ranks that share a key/value head (collective); else return `local`."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -160,8 +154,7 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket at its owner in one collective. Shards are flattened and concatenated first. Replicated tensors are not sent,
-        since the owner has them."""
+        """Gather flattened shards at the owner in one collective. The owner already has replicated tensors."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []
@@ -200,9 +193,10 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder shared by all nodes: safetensors (one file per bucket, written by its owner), config and tokenizer.
-    Collective. `source`: the model's folder. `read`: returns the values to write for a parameter. `write`: writes a file's bytes. Returns
-    the files that this rank wrote."""
+    """Write a Hugging Face folder (collective). Returns this rank's files.
+
+    `source`: the model's folder. `read`: values to write for a parameter. `write`: writes a file's bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}
@@ -234,8 +228,7 @@ def write_hf(
 
 
 def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write LoRA adapters in PEFT's format. Rank 0 writes all of them to one file. Collective. `config`: contents of adapter_config.json.
-    Returns the files that this rank wrote."""
+    """Write LoRA adapters in PEFT format (collective). `config`: contents of adapter_config.json. Returns this rank's files."""
     own: dict[str, torch.Tensor] = {}
     for tensors in exporter.plan(FILE_BYTES).buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

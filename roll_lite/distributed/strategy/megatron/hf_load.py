@@ -1,4 +1,4 @@
-"""Load a Hugging Face checkpoint into the model. Each rank reads only its shards."""
+"""Loading of Hugging Face checkpoints; each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misf
 
 class HfCheckpoint:
     def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
-        """`key`: YAML path that names the folder, for messages. `single`: file name of a checkpoint with only one file."""
+        """`key`: the folder's YAML path. `single`: file name of an unsplit checkpoint."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
@@ -38,14 +38,14 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
-        """Lazy view of a stored tensor: indexing it reads from the file."""
+        """Lazy view of a stored tensor; indexing reads from the file."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """Raise ValueError if a stored tensor's shape or dtype is not as expected. `by`: source of the expected shapes, for the message."""
+        """ValueError for a wrong shape or dtype. `by`: origin of the expected shapes."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -59,8 +59,8 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load every parameter. `value_init`: None for a language model; "actor" leaves the value head at zero. `key`: YAML path that names the
-    folder, for messages. ValueError for missing, unknown and misshapen tensors."""
+    """Load every parameter. `value_init` "actor" leaves the value head at zero; None: language model. `key`: the folder's YAML path.
+    ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -77,7 +77,7 @@ def load_weights(
     with torch.no_grad():
         for binding in bindings:
             if fresh.issuperset(binding.hf):
-                continue  # a new critic's value head stays zero
+                continue  # a new value head stays zero
             group = cut_group(binding.entry.of_experts)
             sharing = ranks_of_a_group(binding.entry, hf, group.size())
             cuts = [_read(checkpoint, name, binding.entry, sharing) for name in binding.hf]
@@ -86,7 +86,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Load LoRA adapters in PEFT's format. `wanted`: adapter names of the whole model. ValueError for missing, unknown and misshapen
+    """Load LoRA adapters in PEFT format. `wanted`: all adapter names of the model. ValueError for missing, unknown and misshapen
     tensors."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
@@ -107,7 +107,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """Read this rank's shard of a tensor. `sharing`: number of ranks that share a key/value head; they all read their joint shard."""
+    """Read this rank's shard. `sharing`: number of ranks with the same shard (a key/value head)."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

@@ -1,7 +1,7 @@
-"""Table that maps Megatron tensors to Hugging Face tensors, for loading and exporting.
+"""Table of Megatron tensors and their Hugging Face tensors.
 
-Tensor parallelism shards every Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins its shards of one or more
-Hugging Face tensors. So loading reads only a rank's own shards, and exporting concatenates those of all tensor ranks."""
+Tensor parallelism shards Hugging Face tensors evenly along one dimension; a rank's Megatron tensor joins its shards of one or more.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +22,31 @@ class Layout(Enum):
 
 
 EXPERT = "<expert>"
-"""Placeholder for an expert's number in a name. Numbers are global in Hugging Face checkpoints, but local to the rank in Megatron."""
+"""Placeholder for an expert's number: global in Hugging Face names, local in Megatron's."""
 
 
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Parameter name in Megatron; for an entry of LAYER, what follows `decoder.layers.<n>.`."""
+    """Megatron parameter name; in LAYER without `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
-    """Tensor names in the Hugging Face checkpoint; for an entry of LAYER, what follows `model.layers.<n>.`."""
+    """Hugging Face tensor names; in LAYER without `model.layers.<n>.`."""
     cut: int | None
-    """Dimension that tensor parallelism shards; None if replicated."""
+    """Sharded dimension; None if replicated."""
     layout: Layout = Layout.PLAIN
     vocabulary: bool = False
-    """True if dimension 0 is the vocabulary, which is padded so that all ranks have equal shares."""
+    """True if dimension 0 is the vocabulary, padded to equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     fused: str | None = None
-    """Parameter name in Megatron with Transformer Engine's layers, if it differs."""
+    """Megatron parameter name with Transformer Engine's layers, if different."""
 
     @property
     def of_experts(self) -> bool:
-        """True if there is one tensor per expert, sharded by expert_tensor_parallel instead of tensor_parallel."""
+        """True for one tensor per expert, sharded by expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the Megatron parameter's name, `megatron` or `fused`, whichever is in `among`. `layer` and `expert` are numbers local to
-        this rank."""
+        """Full parameter name, of `megatron` or `fused`, as found in `among`. `layer` and `expert` are local numbers."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -114,25 +113,23 @@ EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weigh
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
-"""Copy of the tied embeddings, which the last pipeline stage uses as output layer."""
+"""Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Head of a value model, named as in Hugging Face's sequence classification with one label. So transformers can load saved value models,
-and a critic can start from a reward model."""
+"""Value head, named like Hugging Face's one-label sequence classification, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Link between a parameter of this rank and its tensors in a Hugging Face checkpoint."""
+    """Parameter of this rank and its Hugging Face tensors."""
 
     entry: Entry
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for tied embeddings copied from another pipeline stage, which exports them."""
+    """False for tied embeddings copied from another pipeline stage."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
-    """Link each parameter of this rank's model chunks (RollModel) to its Hugging Face tensors, in layer order."""
     bindings: list[Binding] = []
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())
@@ -154,13 +151,13 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Number of consecutive tensor ranks that share a key/value head; more than 1 if there are fewer key/value heads than tensor ranks.
-    Megatron shards such a head's rows (queries, key, value) evenly over these ranks, and gathers their outputs in every layer."""
+    """Number of consecutive tensor ranks that share a key/value head, if there are fewer heads than ranks. Megatron shards the head over
+    them."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Join this rank's shards of Hugging Face tensors into a Megatron tensor. `dim`: dimension along which to join."""
+    """Join this rank's Hugging Face shards into a Megatron tensor, along `dim`."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]
@@ -172,7 +169,7 @@ def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
-    """Split a Megatron tensor into this rank's shards of Hugging Face tensors, along dimension 0: the inverse of `join`."""
+    """Split a Megatron tensor into this rank's Hugging Face shards; inverse of `join`."""
     match entry.layout:
         case Layout.PLAIN:
             return [local]

@@ -1,5 +1,4 @@
-"""Specify the decoder layers. Attention over packed rows and the value head are implemented here. Linear layers, experts and norms come
-from Megatron and torch, or from Transformer Engine, which fuses norms into linear layers and runs all experts in one call."""
+"""Decoder layers from Megatron and torch or from Transformer Engine, with own attention over packed rows and value head."""
 
 from __future__ import annotations
 
@@ -30,25 +29,23 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Argument that enables grouped-query attention. torch 2.11 has no such argument and needs none."""
+"""Argument for grouped-query attention; torch 2.11 neither has nor needs it."""
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm of torch that works under sequence parallelism. Megatron's wrapper of torch's norm refuses sequence parallelism; its fused
-    norm needs Apex."""
+    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
-        # Each rank sees only a part of the sequence. The mark makes finalize_model_grads sum the gradients over ranks.
+        # Ranks see only parts of the sequence; this mark makes finalize_model_grads sum gradients over ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class SdpaAttention(MegatronModule):
-    """Causal grouped-query attention over packed rows (samples): a token attends only to its own row, within the model's sliding window if
-    it has one.
+    """Causal grouped-query attention within packed rows, optionally with a sliding window.
 
-    Takes [tokens, 1, heads, head_dim] and returns [tokens, 1, heads * head_dim]. Context-parallel ranks gather each other's keys and
-    values."""
+    [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]. Context-parallel ranks gather keys and values.
+    """
 
     def __init__(
         self,
@@ -88,8 +85,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Run variable-length flash attention (torch's varlen_attn). In its argument window_size, -1 means all earlier tokens and 0 no
-        later tokens."""
+        """Flash attention by torch's varlen_attn, where window -1 means all earlier tokens and 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen
@@ -98,7 +94,7 @@ class SdpaAttention(MegatronModule):
         return output
 
     def _run_by_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Run torch's SDPA (scaled_dot_product_attention), batching adjacent rows of equal length; needs no padding or copies."""
+        """SDPA over batches of adjacent rows of equal length, without padding or copies."""
         cuts = ([count * size for count, size, _ in rows.runs], [count * seen for count, _, seen in rows.runs])
         outputs = []
         for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
@@ -111,7 +107,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """Attention mask [size, seen] for `size` query tokens at the end of `seen` key tokens; None for plain causal attention."""
+        """Mask [size, seen] for the last `size` of `seen` tokens; None: plain causal attention."""
         windowed = self.looks_back is not None and self.looks_back + 1 < seen
         if size == seen and not windowed:
             return None
@@ -120,19 +116,16 @@ class SdpaAttention(MegatronModule):
 
 
 class ValueHead(torch.nn.Module):
-    """Head of a value model: one number per position. Replicated over tensor ranks."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [N, hidden] to [N]. Computes in float32, since values are regression outputs."""
+        """[N, hidden] -> [N], in float32 since values are regression outputs."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
-# Checkpoints store norms under Transformer Engine's names, so that torch's layers and Transformer Engine's can load each other's
-# checkpoints.
+# Norms are stored under Transformer Engine's names, so that torch's and Transformer Engine's layers can load each other's checkpoints.
 STORED_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -141,7 +134,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Class of column-parallel linear layers with normalised input. If `fused`, it contains the norm."""
+    """Column-parallel linear layer; with `fused`, includes its input's norm."""
     row: Any
     experts: Any
     fused: bool
@@ -157,7 +150,7 @@ TORCH = LayerParts(
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose torch's or Transformer Engine's layer classes. ValueError if Transformer Engine is asked for but cannot be used."""
+    """Select layer classes. ValueError if Transformer Engine is requested but unusable."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

@@ -1,4 +1,4 @@
-"""Compute log-probs and entropy without storing large logits (see vocabulary.py), and log-probs of the whole vocabulary."""
+"""Log-probs and entropy without storing large logits, and full distributions."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Maximum number of logits kept for the backward pass (64 MiB in float32). If there are more, the backward pass recomputes them."""
+"""Maximum logits kept for the backward pass (64 MiB in float32); more are recomputed."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs of the targets, and entropy, of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all
-    ranks.
+    """Target log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. Every tensor-parallel rank must compute the same loss. The gradient of `hidden` includes only this
-    rank's words; words outside the softmax add nothing to it."""
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; the gradient of `hidden` covers this rank's
+    words.
+    """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None
@@ -38,7 +38,7 @@ class _LogProbs(torch.autograd.Function):
             ctx.logits += [(block, logits.clone())] if keep else []
             sums.add(block, logits)
         sums.add_ranks()
-        # z is a scaled logit minus the largest, so that exp cannot overflow. The mean of z is sum_j(p_j z_j).
+        # z: scaled logit minus the maximum, so that exp cannot overflow. The mean of z is sum_j(p_j z_j).
         log_sum, mean = sums.exponentials.log(), sums.weighted / sums.exponentials
         ctx.save_for_backward(hidden, weight, sums.largest, sums.exponentials, mean)
         ctx.vocabulary = vocabulary
@@ -70,10 +70,10 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks.
+    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, whole on every rank.
 
-    Every rank holds N x vocab_size numbers, so use this for small vocabularies or few positions only. Words outside the softmax get the
-    log-prob DROPPED and no gradient. Arguments are those of log_probs_and_entropy."""
+    Words outside the softmax get DROPPED and no gradient.
+    """
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

@@ -1,9 +1,8 @@
-"""LoRA: trainable low-rank matrices A and B beside frozen linear layers, as in PEFT (docs/lora.md).
+"""LoRA: trainable matrices A and B beside frozen linear layers, as in PEFT (docs/lora.md).
 
-A layer with weight W computes W x + (alpha / rank) B A x. Each Hugging Face projection has its own A [rank, in] and B [out, rank]; a
-Megatron layer may hold several. Tensor parallelism shards B if it shards W's rows (q, k, v, gate, up), A if it shards W's columns (o,
-down); the other matrix is replicated. Ranks exchange only A x. An expert's adapters are not sharded: each rank that holds the expert has
-them, and their gradients are summed."""
+Output: W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Tensor parallelism shards B in column-parallel layers, A in
+row-parallel ones. An expert's adapters are replicated.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """LoRA matrices A and B of one projection, or this tensor rank's shards of them. B starts at zero, so training starts from the
-    unchanged model."""
+    """LoRA matrices of one projection, or this tensor rank's shards. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
         """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
@@ -48,12 +46,12 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """LoRA matrix B times alpha / rank, for engines that add B A x without that factor."""
+        """B times alpha / rank, for engines that omit this factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
     def merged_with(self, base: torch.Tensor) -> torch.Tensor:
-        """Return base + (alpha / rank) B A; `base` stays unchanged."""
+        """Return base + (alpha / rank) B A, out of place."""
         return (base.float() + self.scale * (self.lora_B.float() @ self.lora_A.float())).to(base.dtype)
 
 
@@ -61,8 +59,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each of the layer's projections on this rank. `projections`: index -> (name, LoRA matrices) of each
-        adapted projection."""
+        """`rows`: output size of each projection of the layer. `projections`: index -> (name, matrices), if adapted."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -75,17 +72,16 @@ class Adapter(torch.nn.Module):
                 if entry.of_experts:
                     parameter.allreduce = False  # type: ignore[attr-defined]
                     axis = axis or 0
-                # The gradient norm counts sharded weights on every tensor rank, replicated ones on tensor rank 0 only. An expert's adapter
-                # is marked as sharded, since no other tensor rank has a copy.
+                # The gradient norm counts sharded weights on every tensor rank, replicated ones on rank 0 only. An expert's adapter is
+                # marked as sharded, since no other tensor rank has a copy.
                 if axis is not None:
                     set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 else:
-                    # Each rank sees only a part of the sequence. The mark makes finalize_model_grads sum the gradients over ranks.
+                    # Ranks see only parts of the sequence; this mark makes finalize_model_grads sum gradients over ranks.
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the adapters' addition to the layer's output: [tokens, 1, in] to [tokens, 1, out]; for an expert, [tokens, in] to [tokens,
-        out]."""
+        """Addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -98,8 +94,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Combine `low`, the LoRA product A x, over tensor ranks: gather it along a sharded sequence in a column-parallel layer, sum it in
-        a row-parallel one. Experts need neither."""
+        """Combine `low` (A x) over tensor ranks: gather a sharded sequence in column-parallel layers, sum in row-parallel ones."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -124,13 +119,12 @@ class Adapter(torch.nn.Module):
 
 class Adapters:
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """Freeze the model and add LoRA adapters beside its linear layers."""
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, CutChange] = {}
-        """Name of an adapted weight -> function that returns the weight with its adapter merged in."""
+        """Weight name -> function that merges its adapter."""
         self.scaling: dict[str, CutChange] = {}
-        """Name of a LoRA matrix B -> function that scales it by alpha / rank."""
+        """Name of a B matrix -> function that scales it by alpha / rank."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
@@ -144,7 +138,7 @@ class Adapters:
         chosen = {place: name for place, name in enumerate(names) if target_of(name) in lora.targets}
         parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")
         linear = layer.get_submodule(parent).get_submodule(own_name)
-        # The hook needs the input of the matrix product. A layer with a fused norm would give it the input of the norm.
+        # The hook needs the input of the matrix product; with a fused norm it would get the norm's input.
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), type(linear)
         cuts = take_apart(entry, linear.weight.detach(), hf)
         projections = {}
@@ -177,5 +171,5 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:
-    """Dimension along which tensor parallelism shards the LoRA matrix `matrix` (A or B); None if it is replicated."""
+    """Sharded dimension of LoRA matrix A or B; None if replicated."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel with this project's norm, attention and value head. The head runs only at the positions that a loss needs."""
+"""GPTModel of Megatron-Core with own attention and value head. The head runs only at positions that a loss needs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Rotary embeddings are computed for lengths rounded up to a multiple of this, so Megatron caches only a few."""
+"""Granularity of rotary embedding lengths, so that Megatron caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    """Build Megatron's configuration. It skips initialising weights, since they are loaded from a checkpoint."""
+    """Megatron's configuration, without weight initialization."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.layers,
@@ -54,20 +54,20 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         expert_model_parallel_size=strategy.expert_parallel,
         expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         sequence_parallel=strategy.sequence_parallel,
-        # Interleaved stages must not batch their sends and receives. With two stages, each is the other's predecessor and successor, and
-        # would take gradients for activations.
+        # Interleaved stages must not batch sends and receives: with two stages, each is the other's predecessor and successor, and would
+        # take gradients for activations.
         overlap_p2p_comm=strategy.virtual_pipeline_parallel > 1,
         batch_p2p_comm=strategy.virtual_pipeline_parallel == 1,
-        # Micro-batches differ in token count, so stages send each other the shapes.
+        # Micro-batches differ in token count, so stages exchange shapes.
         variable_seq_lengths=strategy.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",  # dense models need it too: the default is refused with variable lengths
+        moe_token_dispatcher_type="alltoall",  # also for dense models: the default is refused with variable lengths
         **experts_config(hf),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        # Losses are weighted sums over tokens: gradients are never divided by the number of micro-batches, tokens or ranks.
+        # Losses are weighted sums over tokens, so gradients are never divided by the number of micro-batches, tokens or ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -90,14 +90,13 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Number of embedding rows, padded so that tensor ranks have equal shares. Padding rows are never looked up, and the softmax masks
-    them."""
+    """Embedding rows, padded to equal shares per tensor rank. The softmax masks padding."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class RollModel(GPTModel):
-    """Pipeline stage of the model, or one chunk of it under virtual pipeline parallelism. The last stage's forward returns results only at
-    the N requested positions: hidden states [N, hidden], to be multiplied with output_weight, or values [N]."""
+    """Pipeline stage or virtual-pipeline chunk. The last stage returns, at N requested positions, hidden states [N, hidden] or values
+    [N]."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
@@ -122,42 +121,40 @@ class RollModel(GPTModel):
         if last and value_head:
             self.output_layer = ValueHead(config)
         for tensor in (*self.parameters(), *self.buffers()):
-            if tensor.device.type != current_device().type:  # expert routers, which Megatron moves only in the first forward pass
+            if tensor.device.type != current_device().type:  # expert routers; Megatron moves them only in the first forward pass
                 tensor.data = tensor.data.to(current_device())
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """Run the stage. input_ids [1, tokens]: packed rows, or this context-parallel rank's part of them. positions [N]: tokens at which a
-        result is needed."""
+        """input_ids [1, tokens]: this context-parallel rank's packed tokens. positions [N]: tokens that need a result."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
-            # Recomputed layers get a gradient only if their input requires one, which frozen embeddings do not.
+            # Recomputed layers get gradients only if their input requires one; frozen embeddings do not.
             embedded.requires_grad_()
-        # With `packed_seq`, Megatron returns all positions. Otherwise it would select this context-parallel rank's positions by another
-        # split.
+        # `packed_seq` makes Megatron return all positions; otherwise it selects this context-parallel rank's by another split.
         rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP, packed_seq=True).index_select(0, rows.places)
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=rows)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # Each rank's vocabulary rows give only a part of the gradient; the replicated value head gives all of it.
+            # Each rank's vocabulary rows give a part of the gradient; the replicated value head gives all of it.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.has_value_head)
         chosen = hidden.squeeze(1).index_select(0, positions)
         if self.has_value_head:
             return self.output_layer(chosen)
-        # Backward sums the partial gradients over ranks; under sequence parallelism the gather above does that.
+        # Backward sums partial gradients over ranks; under sequence parallelism the gather above does so.
         return chosen if self.config.sequence_parallel else tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Output weight [V/tp, hidden] of a language model; only on the last stage."""
+        """[V/tp, hidden], of a language model's last stage."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE's frequencies as Llama 3.1 does. Megatron-Core itself would use only the factor, not the other configured values."""
+    """Scale RoPE frequencies like Llama 3.1. Megatron-Core ignores all settings but the factor."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 
@@ -166,13 +163,13 @@ def _mark_weights(bindings: Sequence[Binding]) -> None:
     """Set weight attributes that Megatron always reads, but sets only in some cases."""
     for binding in bindings:
         weight: Any = binding.parameter
-        # Megatron sets these attributes only when it initialises weights (perform_initialization). Without them the gradient norm counts a
-        # sharded weight on tensor rank 0 alone, and clipping is wrong.
+        # Megatron sets these only when it initializes weights. Without them the gradient norm counts a sharded weight on tensor rank 0
+        # alone, and clipping is wrong.
         if binding.entry.cut is not None and not hasattr(weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(weight, True, binding.entry.cut, 1)
-        # False: the gradient is reduced over other ranks than that of dense weights. Megatron sets it only under expert parallelism.
-        # Without it, gradients would miss other tensor ranks' tokens if expert_tensor_parallel is smaller than tensor_parallel, and
-        # checkpoints would not load under another expert_parallel.
+        # False: the gradient is reduced over other ranks than a dense weight's. Megatron sets it only under expert parallelism. Without it,
+        # gradients would miss other tensor ranks' tokens if expert_tensor_parallel < tensor_parallel, and checkpoints would not load under
+        # another expert_parallel.
         if binding.entry.of_experts:
             weight.allreduce = False
 

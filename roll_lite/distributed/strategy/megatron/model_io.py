@@ -1,5 +1,4 @@
-"""Convert between batches and the model's inputs and outputs. Rows (samples) are packed for the model, only required positions reach the
-head, and losses get padded columns."""
+"""Conversion between batches and the model's inputs and outputs: packed rows for the model, padded rows for the loss."""
 
 from __future__ import annotations
 
@@ -21,27 +20,26 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Batch columns that only the output layer reads: the token ids that a truncated softmax covers, and the softmax temperature."""
+"""Batch columns of the output layer: token ids of a truncated softmax, and softmax temperature."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows. Under context parallelism, all fields except micro_batch hold only this rank's part."""
+    """[1, tokens]: packed rows. With context parallelism, this and other fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N]: indices of the tokens at which a result is needed. If final values are requested, the index of each row's last token is
-    appended."""
+    """[N]: tokens that need a result, followed by rows' last tokens if final values are requested."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Row number of each last token that is appended to `positions`; empty unless final values are requested."""
+    """Row number of each last token in `positions`; empty without final values."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Padded rows for the loss. Empty if this rank has no rows left and only takes part in collectives."""
+    """Padded rows for the loss; empty on a rank that only joins collectives."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
-    """[N]: softmax temperature at each position; None for a value head."""
+    """[N]: softmax temperatures; None for a value head."""
 
 
 def model_inputs(
@@ -53,8 +51,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the model inputs of the plan's micro-batches. `columns`: columns that the loss reads; None means all. `ends`: request results
-    at the rows' last tokens, too. `experts`: None for a model without experts. `record`: record which experts are chosen."""
+    """Build the inputs of the plan's micro-batches. `columns`: read by the loss; None: all. `ends`: also request results at rows' last
+    tokens. `experts`: None for dense models. `record`: record expert choices."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
@@ -80,7 +78,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Build the input of one micro-batch. Positions are computed on the host, so nothing waits for the device."""
+    """Build one micro-batch's input, on the host to avoid device synchronization."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -118,8 +116,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Turn the last stage's result (values, or hidden states to multiply with `weight`) into padded columns for the loss. Entries outside
-    the response mask are 0."""
+    """Convert the last stage's result (values, or hidden states) to padded columns, 0 outside the response mask."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -145,7 +142,7 @@ def outputs_of(
 
 
 def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
-    """Move `distribution`, the only large output, to the host after each micro-batch."""
+    """Move `distribution`, the only large output, to the host."""
     return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
 
 
@@ -158,8 +155,7 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter this rank's results [N, ...] into a zero tensor [*shape, ...] and add those of other context-parallel ranks. Differentiable:
-    every rank computes the whole loss, and gets the gradient of its own tokens."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Each rank gets its own tokens' gradients."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

@@ -1,10 +1,8 @@
-"""Move weights, gradients and optimizer state out of device memory and back.
+"""Offloading of weights, gradients and optimizer state to the host.
 
-Offloading empties the storages that Megatron's buffers share; loading refills them, and all views (parameters, main_grad, optimizer shards)
-are valid again. Host copies (pinned if there is a GPU) are reused until the state changes.
-
-Copies run on a separate stream. `load` only starts them; `require` makes the computation wait for the groups it names, so the optimizer
-state can arrive during the first micro-batches. On a CPU, copies are immediate."""
+Offloading empties storages in place, so views stay valid after a load. Loads run on their own stream; `require` makes computation wait for
+a group. Host copies are reused until the state changes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """Copy in host memory. None for gradients, which are dropped, and for state that was never offloaded."""
+    """Host copy; None for gradients, which are dropped, and before the first offload."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -43,7 +41,6 @@ class StateMover:
         self.moved = Moved()
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Offload groups of state. Their device memory is free on return."""
         start = time.perf_counter()
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
@@ -82,12 +79,10 @@ class StateMover:
 
     @property
     def loaded(self) -> list[StateGroup]:
-        """Groups that are on the device or on their way to it; without an optimizer there are only weights."""
         return [group for group in StateGroup if group not in self._away and any(True for _ in self._tensors(group))]
 
     def require(self, *groups: StateGroup) -> None:
-        """Make later device work wait until the groups are loaded, since `load` copies in the background. Raises AssertionError if a group
-        is still offloaded."""
+        """Make device work wait for background loads of these groups. AssertionError if a group is offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -95,8 +90,8 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Like `require`, for groups that are about to change: their host copies become outdated. Without this call, the next offload would
-        lose the change. `trained_only`: copies of frozen weights stay valid."""
+        """Call `require`, then mark host copies as outdated, which the next offload would otherwise reuse. `trained_only`: except copies of
+        frozen weights."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -117,7 +112,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Host copies of the group's storages. Each call lists the storages again, since loading a checkpoint replaces some."""
+        """Host copies by storage, listed anew each time: loading a checkpoint replaces storages."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -127,7 +122,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Storages of a group. A storage that several groups use belongs to the first of weights, gradients, optimizer."""
+        """Storages of a group; a shared storage belongs to the first group."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
@@ -155,7 +150,7 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """Return freed memory to the system, which CUDA's and glibc's allocators would otherwise keep."""
+    """Return freed memory from the allocator (CUDA or glibc) to the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
@@ -163,7 +158,7 @@ def _return_free_memory() -> None:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """View the tensors' storages as bytes; a shared storage comes only once."""
+    """Byte views of the tensors' storages, without duplicates."""
     return [_bytes(one) for one in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()]
 
 

@@ -1,4 +1,4 @@
-"""Wrap Megatron's optimizer and parameter scheduler; optionally run AdamW's update on the host."""
+"""Megatron's optimizer and scheduler, with an optional AdamW update on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
-"""Number of entries whose squares a CPU sums in float32; such sums are added in float64."""
+"""Entries whose squares a CPU sums in float32, before adding in float64."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Optimizer:
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
         self._make_states()
-        # The constructor's step(0) also applies the weight-decay multipliers, which exempt norms and biases. Megatron makes the first
-        # update with init_lr. With these values, update i of the warm-up has the rate lr * i / warmup_steps.
+        # The constructor's step(0) also applies weight decay multipliers, which exempt norms and biases. Megatron makes the first update
+        # with init_lr, so that update i of the warm-up has the rate lr * i / warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -50,7 +50,7 @@ class Optimizer:
             max_lr=config.lr,
             min_lr=config.min_lr if config.decay != "constant" else config.lr,
             lr_warmup_steps=rest,
-            # A constant rate has no last step; Megatron wants one after the warm-up.
+            # A constant rate has no last step, but Megatron wants one after the warm-up.
             lr_decay_steps=total_updates if total_updates is not None and config.decay != "constant" else rest + 1,
             lr_decay_style="WSD" if config.decay == "wsd" else config.decay,
             wsd_decay_steps=config.decay_steps,
@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create Adam's moments before the first step: memory use is known from the start, and a checkpoint can be loaded into them."""
+        """Create Adam's moments before the first step, so that memory use is known and a checkpoint can be loaded."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -77,25 +77,24 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """State dict of an optimizer part without parameters on this rank, such as a pipeline stage without experts or adapted layers.
-        Megatron's own method fails there: it looks up the step count at a parameter."""
+        """State dict of an optimizer part without parameters on this rank, where Megatron's own method fails."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Move moments to host memory if configured, and give every parameter its own step counter."""
+        """Move moments to the host if configured, and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()
-        # For torch's AdamW, Megatron-Core 0.16 creates no counters, and loads one tensor into all. Every parameter's update would advance
-        # that shared counter, and Adam's bias correction would be silently wrong.
+        # With torch's AdamW, Megatron-Core 0.16 loads one shared counter, which every parameter's update would advance: Adam's bias
+        # correction would be silently wrong.
         for part in self.parts:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for state in part.optimizer.state.values():
                     state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
-        """Weights that are updated, each with its moments and step count."""
+        """Updated weights, each with its moments and step count."""
         for part in self.parts:
             for weight in part.get_parameters():
                 yield weight
@@ -107,10 +106,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip gradients, update weights, advance the schedule. If any rank's loss or gradient is not finite, all ranks skip the update.
-        (An infinite advantage under a clipped ratio gives an infinite loss but no gradient.)"""
-        # Megatron's own step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait
-        # for the device once per parameter.
+        """Clip gradients, update weights, advance the schedule. All ranks skip the update if any rank's loss or gradient is not finite."""
+        # Megatron's step() checks for infinities only with loss scaling. Without Apex or Transformer Engine, its norm and clipping wait for
+        # the device once per parameter.
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
         grad_norm, all_finite = self._grad_norm(math.isfinite(loss))
@@ -125,8 +123,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Gradient norm of the whole model, with shared gradients counted once, and whether the losses of all ranks are finite.
-        `is_finite`: whether this rank's loss is. Collective."""
+        """(gradient norm of the whole model, whether all losses are finite). `is_finite`: this rank's loss. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -158,10 +155,10 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares over all tensors, in float64 on the device; does not wait for the device."""
+    """Sum of squares in float64, without waiting for the device."""
     if device.type == "cpu":
-        # On a CPU torch sums a float32 tensor in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%.
-        # Sums of short stretches, added in float64, are exact enough and as fast.
+        # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
+        # short stretches, added in float64, are exact enough and as fast.
         tensors = [part for tensor in tensors for part in _stretches(tensor)]
         norms = [torch.linalg.vector_norm(part, dim=1) for part in tensors]
     else:
@@ -179,23 +176,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make Megatron use torch's Adam in this process. Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which update on the
-    device."""
+    """Make Megatron use torch's Adam in this process instead of Transformer Engine's or Apex's, which update on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then keeps the step count as torch's Adam does
+    distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
 
 
 @dataclass
 class Staged:
-    """Host memory for a weight and its gradient, used for the update."""
-
     weight: torch.Tensor
     gradient: torch.Tensor
 
 
 class HostStep:
-    """Replacement for torch AdamW's `step` that keeps the moments in host memory and updates there. Gradients and weights are copied on a
-    separate stream, so one weight is updated while others are copied."""
+    """Replacement of torch AdamW's `step` with moments and update on the host. Copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam
@@ -211,7 +204,7 @@ class HostStep:
         return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:
-        """Move moments to (pinned) host memory, for instance after a checkpoint was loaded."""
+        """Move moments to (pinned) host memory, e.g. after loading a checkpoint."""
         for state in self._optimizer.state.values():
             for name in MOMENTS:
                 if not self._pin:

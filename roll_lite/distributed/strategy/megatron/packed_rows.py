@@ -1,4 +1,4 @@
-"""Pack the rows of a micro-batch (one sample each) into one sequence, and split it over context-parallel ranks."""
+"""Packing of a micro-batch's rows into one sequence, split over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of this rank's packed tokens: the row (sample) and position of each token, and which tokens it attends to.
+    """Layout of this rank's packed tokens: row, position and attended tokens of each.
 
-    Layers get this object in place of Megatron's PackedSeqParams. With qkv_format "sbhd", rotary embeddings are indexed by token."""
+    Replaces Megatron's PackedSeqParams.
+    """
 
     runs: tuple[tuple[int, int, int], ...]
-    """Runs of equal adjacent pieces: (number of pieces, tokens per piece, tokens that a piece's last token attends to; each earlier token
-    attends to one fewer). A piece is a row or, under context parallelism, consecutive tokens of a row."""
+    """(number of pieces, tokens per piece, tokens attended to by a piece's last token) of adjacent equal pieces. A piece is a row or, with
+    context parallelism, a part of a row."""
     places: torch.Tensor
-    """[tokens] int64: position of each token in its row, from 0."""
+    """[tokens] int64: position in the row."""
     starts: torch.Tensor
-    """[pieces + 1] int32: index of each piece's first token, then the number of tokens. Pieces: see `runs`."""
+    """[pieces + 1] int32: first token of each piece, then the number of tokens."""
     longest: int
     row_of: torch.Tensor
-    """[tokens] int64: row number of each token. Padding tokens form an extra last row."""
+    """[tokens] int64: row number; padding is an extra last row."""
     lengths: torch.Tensor
-    """[rows] int64: lengths of the whole rows, even if this rank has only a part of them; without the padding row."""
+    """[rows] int64: full row lengths, without the padding row."""
     seen: torch.Tensor | None = None
-    """[total] int64: the tokens that the pieces attend to, one piece after the other, as indices into the tokens gathered from all
-    context-parallel ranks. None without context parallelism, where a row attends to itself."""
+    """[total] int64: tokens attended to, piece by piece, as indices into the tokens gathered from all context-parallel ranks. None without
+    context parallelism."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece's entries in `seen`, then the number of entries. Pieces: see `runs`."""
+    """[pieces + 1] int32: start of each piece in `seen`, then its length."""
     routes: Routes | None = None
-    # With "thd", Megatron would split and rejoin the tokens by row in every layer, and wait for the device.
+    # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Layout without context parallelism. `lengths`: row lengths, on the host. `padding`: whether the last row is padding."""
+        """Layout without context parallelism. `lengths`: row lengths. `padding`: the last row is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -79,8 +80,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets part i from the front and part i from the
-    back, which balances the work of causal attention."""
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks parts, rank i gets the i-th from front and back, which balances causal
+    attention."""
 
     tokens: int
     rank: int
@@ -92,14 +93,14 @@ class ContextCut:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """(start, end) of this rank's two parts of the sequence."""
+        """(start, end) of this rank's two parts."""
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
-        """Convert positions in the sequence to indices into the tokens gathered from all ranks in rank order."""
+        """Convert positions in the sequence to indices into the tokens gathered in rank order."""
         number = positions // self.part
         early = number < self.ranks
         owner = torch.where(early, number, 2 * self.ranks - 1 - number)
@@ -109,8 +110,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find which of the positions [N] this rank holds. Returns a mask [N] and, for those it holds, their indices among this rank's
-        tokens."""
+        """Mask [N] of the positions on this rank, and their local indices."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -122,8 +122,7 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows into a sequence. Returns this rank's token ids, their layout, and the split over ranks. An extra row pads to a multiple of
-    `token_multiple`; it is the only row of an empty batch."""
+    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row pads to a multiple of `token_multiple`."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -1,4 +1,4 @@
-"""Create the process groups of a parallel layout, and find this rank's coordinates in it."""
+"""Process groups of a parallel layout, and this rank's coordinates."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the layout's process groups, or reuse those that another model in this process has created, which must have the same layout.
-    Collective."""
+    """Create the process groups (collective), or reuse those of another model in this process, whose layout must be equal."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,

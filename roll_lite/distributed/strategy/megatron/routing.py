@@ -1,4 +1,4 @@
-"""Record which experts tokens are routed to in one forward pass, and replay these routes in others."""
+"""Recording of expert choices (routes), and their replay in other forward passes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from megatron.core import parallel_state
 
 EXPERTS = "experts"
 REPLAYED = ("old_experts", "rollout_experts")
-"""Batch columns with routes to replay; a batch has at most one of them."""
+"""Batch columns with routes to replay; at most one per batch."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Routes (chosen experts) of this rank's tokens in a micro-batch.
+    """Expert choices of this rank's tokens in a micro-batch.
 
-    They travel with the micro-batch through the layers, because layers may be recomputed, and a pipeline stage runs several micro-batches
-    before a backward pass. Megatron's RouterReplay cannot handle this: it keeps one list of routes, which passes must read in order."""
+    They travel with the micro-batch: layers may be recomputed, and pipeline stages interleave micro-batches, which Megatron's RouterReplay
+    does not support.
+    """
 
     places: torch.Tensor
-    """[tokens] int64: index of each token in the whole micro-batch."""
+    """[tokens] int64: index in the whole micro-batch."""
     all_tokens: int
-    """Number of tokens in the whole micro-batch, including padding."""
+    """Size of the whole micro-batch, with padding."""
     given: torch.Tensor | None = None
-    """Routes to replay: expert ids [tokens, expert layers, experts per token] int16. Where an id is -1, the router chooses. None: the
-    router makes all choices."""
+    """Expert ids to replay [tokens, expert layers, experts per token] int16; the router chooses where -1."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes: index of the expert layer, from 0 -> expert ids [tokens, experts per token] int16. None: do not record."""
+    """Recorded routes: expert layer -> expert ids [tokens, experts per token] int16. None: do not record."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
 
 
 class ChosenExperts:
-    """Expert choices of one router for one micro-batch. Given to Megatron's router in place of a RouterReplay."""
+    """Expert choices of one router and micro-batch, in place of Megatron's RouterReplay."""
 
     def __init__(self, given: torch.Tensor | None) -> None:
         self.given = given
@@ -50,8 +50,8 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]: replayed ids where given, else the router's own choice. Scores are
-        the router's for these experts, so gradients reach it."""
+        """(scores, expert ids), both [tokens, experts per token]: replayed ids where given. Scores are always the router's, so gradients
+        reach it."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -61,7 +61,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Return two counts [2]: replayed choices, and how many of them the router would not have made."""
+        """Counts [2]: replayed choices, and those that differ from the router's own."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)
@@ -69,8 +69,7 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Collect the recorded routes of all ranks on the host: [all tokens, layers * per_token] int16 per micro-batch, including padding.
-    Collective over the ranks of a model replica, since each has only some tokens and layers."""
+    """Collect recorded routes on the host (collective over a model replica): per micro-batch [all tokens, layers * per_token] int16."""
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 
@@ -83,6 +82,6 @@ def _collected(routes: Routes, layers: int, per_token: int, sequence_parallel: b
         whole[places, layer] = chosen
     tokens = parallel_state.get_tensor_and_context_parallel_group() if sequence_parallel else parallel_state.get_context_parallel_group()
     for group in (tokens, parallel_state.get_pipeline_model_parallel_group()):
-        if dist.get_world_size(group) > 1:  # no backend sums int16; summing bytes is safe, since each entry is 0 on all ranks but one
+        if dist.get_world_size(group) > 1:  # no backend sums int16; bytes can be summed, since each entry is 0 on all ranks but one
             dist.all_reduce(whole.view(torch.uint8), group=group)
     return whole.flatten(1).cpu()

@@ -1,7 +1,5 @@
-"""Load the distributed optimizer's state from a checkpoint, reading only what this rank needs.
-
-A data-parallel rank owns a range of each weight's entries; Megatron-Core 0.16 would read the state of whole weights. Here a rank reads only
-the rows of a stored tensor in which it owns entries, a few weights at a time, without waiting for other ranks."""
+"""Loading of the distributed optimizer's state. A rank reads only rows in which it owns entries; Megatron-Core 0.16 would read whole
+weights."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ENTRIES = 1 << 22
-"""Maximum number of weight entries per read (50 MB with moments). A larger weight is read alone."""
+"""Maximum weight entries per read (50 MB with moments); larger weights are read alone."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +34,14 @@ class Owned:
 
 class ShardReader:
     def __init__(self, state_folder: str, weights: Any) -> None:
-        """`weights`: the model's sharded_state_dict, which tells each weight's offset in the unsharded tensor."""
+        """`weights`: the model's sharded_state_dict, with offsets into full tensors."""
         self._reader = FileSystemReader(state_folder)
         self._stored = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._stored, is_coordinator=True)
         self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
 
     def load(self, parts: Iterable[Any]) -> None:
-        gc.collect()  # torch.load left the weights it read in reference cycles
+        gc.collect()  # torch.load left weights in reference cycles
         for part in parts:
             if isinstance(part, DistributedOptimizer):
                 for batch in _batches(part):
@@ -60,8 +58,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate memory for the optimizer state of the weight entries that this rank owns; returned by name ("param", "exp_avg",
-        "exp_avg_sq"). Adds to `wanted`, by stored name, the tensors that must be read into this memory."""
+        """Allocate the optimizer state of this rank's entries of a weight, by name ("param", "exp_avg", "exp_avg_sq"). Adds tensors to read
+        to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -78,9 +76,8 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate memory for the rows of the stored tensor `key` that contain the flat entries `start` to `end` of this rank's shard
-        `piece`. Returns the memory as a ShardedTensor to read into, and a flat view of just these entries. The memory is zero-initialised,
-        since vocabulary padding is not stored."""
+        """Allocate the rows of stored tensor `key` with flat entries `start` to `end` of this rank's shard `piece`. Returns the rows as a
+        ShardedTensor to read into, and a view of the entries. Vocabulary padding, which is not stored, stays zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -118,8 +115,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Return the checkpoint's name of a weight's optimizer tensor. `name`: "param" or a moment. None for a "param" that the checkpoint
-    lacks: float32 models have no separate main weights."""
+    """Checkpoint key of a weight's optimizer tensor. `name`: "param" or a moment. None for "param" of float32 models."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -1,4 +1,4 @@
-"""Train a Hugging Face model with Megatron-Core, on GPUs, or on CPUs with gloo."""
+"""Training of Hugging Face models with Megatron-Core, on GPUs or, with gloo, on CPUs."""
 
 from __future__ import annotations
 
@@ -66,14 +66,13 @@ from roll_lite.models.hf_config import read_hf_config
 from roll_lite.models.model_files import weight_shapes
 
 AVERAGE_FOLDER = "ema"
-"""Checkpoint folder with the moving average of the weights, saved as a float32 model."""
+"""Checkpoint folder with the weights' moving average, a float32 model."""
 LOSS = ""
-"""Key under which the loss is summed with the metrics; no metric has an empty name."""
+"""Key of the loss among the summed metrics."""
 
 
 class MegatronStrategy(TrainStrategy):
-    """TrainStrategy that uses Megatron-Core. The caller first sets RANK and WORLD_SIZE (also LOCAL_RANK on GPUs) and initialises
-    torch.distributed."""
+    """TrainStrategy on Megatron-Core. Needs RANK and WORLD_SIZE (on GPUs also LOCAL_RANK) and an initialized torch.distributed."""
 
     layout: RankLayout
 
@@ -135,8 +134,7 @@ class MegatronStrategy(TrainStrategy):
             use_distributed_optimizer=self._config.distributed_optimizer,
             check_for_nan_in_grad=False,
         )
-        # As in Megatron, only the first chunk reduces its gradients in buckets: the reduction of the others overlaps with computation
-        # anyway.
+        # Like Megatron, reduce only the first chunk's gradients in buckets; the reduction of the others overlaps with computation anyway.
         wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
         config.finalize_model_grads_func = sum_gradients
         if self._config.overlap_grad_reduce:
@@ -187,12 +185,12 @@ class MegatronStrategy(TrainStrategy):
 
         def on_head(result: torch.Tensor, given: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, metrics = loss_fn(self._outputs(result, given, outputs), given.micro_batch)
-            return loss, {**metrics, LOSS: loss}  # for the gradient, and to be summed with the metrics in one reduction
+            return loss, {**metrics, LOSS: loss}  # the loss is also summed with the metrics, in one reduction
 
         sums = run_training(self._chunks, inputs, on_head)
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
-        self._mover.require_to_write(StateGroup.OPTIMIZER)  # first use of the optimizer state, which may still be on its way to the device
+        self._mover.require_to_write(StateGroup.OPTIMIZER)  # the optimizer state may still be loading
         experts = None if self._hf.experts is None else self._balance.end(self._hf.experts, self.device)
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
@@ -287,7 +285,7 @@ class MegatronStrategy(TrainStrategy):
         read_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
         if self._average is not None and (folder / AVERAGE_FOLDER).is_dir():
             self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")
-        elif self._average is not None:  # the checkpoint was saved without an average
+        elif self._average is not None:  # saved without an average
             self._average.restart()
 
     def copy_state(self) -> StateCopy:
@@ -306,8 +304,7 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Memory of the tensors that a checkpoint holds, and dictionaries with learning rates and step counts. The order depends on the
-        configuration only."""
+        """Tensor memory of a checkpoint, and dicts with learning rates and step counts, in an order fixed by the configuration."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -319,14 +316,13 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Exponential moving average of the weights that this rank exports, kept in host memory in float32: bfloat16 would round the small
-    updates of a slow average to 0."""
+    """Moving average of weights exported by this rank, on the host in float32: bfloat16 would round small updates to 0."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
         self.means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self.means[binding.parameter]) for binding in bindings]
-        """Bindings with the averages as parameters: loading a checkpoint through them sets the averages."""
+        """Bindings with the averages as parameters, for loading a checkpoint."""
 
     @torch.no_grad()
     def update(self) -> None:
@@ -340,7 +336,6 @@ class WeightAverage:
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """Moving average of a weight, to export in its place."""
         return self.means[weight].detach().to(weight.device)
 
 

@@ -1,5 +1,4 @@
-"""Measure a rank's memory without having it: build the model and run one micro-batch under torch's fake tensors, which have shapes but no
-data, with fake process groups in place of the other ranks."""
+"""Memory estimate of one rank, from one micro-batch with torch's fake tensors (shapes without data) and fake process groups."""
 
 from __future__ import annotations
 
@@ -46,20 +45,20 @@ class RankMemory:
     gradients: int = 0
     optimizer: int = 0
     kept: int = 0
-    """Activations that a micro-batch keeps from its forward to its backward pass."""
+    """Activations kept from forward to backward."""
     training: int = 0
-    """Peak beyond the state in the forward and backward pass of a micro-batch."""
+    """Peak beyond the state in forward and backward."""
     update: int = 0
     """Peak beyond the state in the optimizer step."""
     forward: int = 0
     """Peak beyond the state in a pass without gradients."""
     inputs: int = 0
-    """Token ids, masks and columns of a micro-batch. Those of all micro-batches of a pass are there at once."""
+    """Token ids, masks and columns of one micro-batch; a pass holds those of all its micro-batches."""
     kv_cache: int = 0
 
 
 class StorageMeter(TorchDispatchMode):
-    """Count the bytes of living tensor storages, and their peak."""
+    """Current and peak bytes of living tensor storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def since(self, start: int) -> int:
-        """Peak beyond `start` bytes since the last call, which begins anew."""
+        """Peak beyond `start` bytes since the last call."""
         peak, self.peak = self.peak, self.now
         return max(peak - start, 0)
 
@@ -92,10 +91,10 @@ class StorageMeter(TorchDispatchMode):
 
 class _TracedStrategy(MegatronStrategy):
     def _load_weights(self, *_: Any) -> None:
-        """Load nothing: fake tensors hold no weights."""
+        """Skip loading: fake tensors hold no weights."""
 
     def state(self) -> tuple[int, int, int]:
-        """Bytes of weights, gradients and optimizer; a storage that several of them use belongs to the first."""
+        """Bytes of (weights, gradients, optimizer); shared storages count for the first."""
         sizes: dict[int, int] = {}
         totals = []
         for group in StateGroup:
@@ -122,8 +121,7 @@ class _TracedStrategy(MegatronStrategy):
         return RankMemory(*self.state(), kept, training, meter.since(base), forward)
 
     def _loss(self, given: ModelInput, loss_fn: LossFn, outputs: Sequence[str]) -> torch.Tensor:
-        """Run all of this rank's layers; on later pipeline stages from a hidden state in place of the one received. Returns the loss, or
-        the hidden state for the next stage."""
+        """Run this rank's layers. Returns the loss, or the hidden state for the next stage."""
         hidden: Any = None
         for chunk in self._chunks:
             inner = chunk if self._optimizer is None else chunk.module
@@ -146,8 +144,8 @@ def trace(
     outputs: Sequence[str],
     on_gpu: bool,
 ) -> RankMemory:
-    """Measure one rank of a pipeline stage. `config`: content of the model's config.json. `batch`: rows of one micro-batch. `on_gpu`: use
-    the kernels and block sizes of GPUs; False: those of a CPU."""
+    """Measure one rank of a pipeline stage. `config`: the model's config.json. `batch`: rows of one micro-batch. `on_gpu`: use GPU
+    kernels."""
     rank = stage * devices // getattr(spec.strategy, "pipeline_parallel", 1)
     with tempfile.TemporaryDirectory() as folder, _alone(devices, rank, on_gpu):
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
@@ -172,7 +170,7 @@ def _tensors(holders: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
-    """Pretend to be one of many ranks: process groups are fake, and what needs real data is replaced."""
+    """Simulate one of many ranks with fake process groups."""
     new_group, preprocess, blocks = dist.new_group, MoEAlltoAllTokenDispatcher.preprocess, vocabulary.Vocabulary.blocks
 
     def fake_group(*args: Any, **options: Any) -> Any:
@@ -183,7 +181,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Send every expert equally many tokens: with fake tensors, nobody knows how many it would get."""
+        """Send every expert equally many tokens: fake tensors have no counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 
@@ -212,7 +210,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
         replaced += [
             patch.object(SdpaAttention, "_run_by_run", SdpaAttention._variable_length),
             patch.dict(vocabulary.BLOCK_LOGITS, {"cpu": vocabulary.BLOCK_LOGITS["cuda"]}),
-            patch.object(vocabulary.Vocabulary, "blocks", lambda words: islice(blocks(words), 2)),  # the others take no more memory
+            patch.object(vocabulary.Vocabulary, "blocks", lambda words: islice(blocks(words), 2)),  # further blocks take no more memory
         ]
     with ExitStack() as stack:
         for one in replaced:

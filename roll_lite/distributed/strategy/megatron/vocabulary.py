@@ -1,6 +1,4 @@
-"""Compute logits and softmax one block of vocabulary words at a time. Tensor-parallel ranks may share the vocabulary.
-
-The logits [N, V/tp] never exist as a whole: a block is computed, used, dropped, and computed again in the backward pass."""
+"""Logits and softmax, one block of vocabulary words at a time. The logits [N, V/tp] never exist as a whole."""
 
 from __future__ import annotations
 
@@ -11,21 +9,20 @@ import torch
 import torch.distributed as dist
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits per block, by device type: few enough for a CPU's cache, enough to keep a GPU busy (64 MiB in float32)."""
+"""Logits per block: fit a CPU's cache, keep a GPU busy (64 MiB in float32)."""
 FEWEST_WORDS = 256
-"""Minimum number of words per block: narrower matrix products are slow."""
+"""Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob of a token outside the truncated (top-k, top-p) softmax. Its exp is exactly 0, even in float64, so p log p and its gradient are
-0. Unlike with -inf, the difference of two is never NaN."""
+"""Log-prob outside a truncated softmax. exp is exactly 0, even in float64; unlike with -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
-    """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax of N positions.
+    """Share of the vocabulary on this rank (V/tp rows of the output weight), and the softmax of N positions.
 
-    `share`: words per rank. `vocab_size`: all words, without padding. `group`: tensor-parallel group; None: this rank has all words.
-    `targets` [N]: token ids. `temperatures` [N] float32: divisors of the logits. `kept` [N, K]: token ids that a position's softmax covers
-    besides its target, padded with -1; None, or a row of only -1: all. `block_words`: words per block; None: by device."""
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `temperatures` [N] float32. `kept` [N, K]: token ids
+    of a truncated softmax besides the target, padded with -1; None, or a row of only -1: all.
+    """
 
     def __init__(
         self,
@@ -52,13 +49,12 @@ class Vocabulary:
             dist.all_reduce(tensor, operation, group=self.group)
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of this rank's words, one per block; none if the rank holds only padding."""
+        """Slices of this rank's words; none if it holds only padding."""
         for start in range(0, self.words, self._block_words):
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (block, logits [N, words]). Logits have the weight's dtype and may be overwritten; they are -inf for words outside the
-        softmax."""
+        """Yield (block, logits [N, words]); -inf outside the softmax. The caller may overwrite the logits."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:
@@ -66,8 +62,7 @@ class Vocabulary:
             yield block, logits
 
     def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
-        """Return logits / temperatures - sum of the shifts (each [N]), in float32; DROPPED for words outside the softmax. May overwrite the
-        logits."""
+        """logits / temperatures - sum of shifts (each [N]), float32; DROPPED outside the softmax. May overwrite the logits."""
         scaled = logits.float()
         torch.addcmul(-shift[:, None], scaled, self.inverse_temperatures[:, None], out=scaled)
         for further in shifts:
@@ -75,36 +70,35 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each target's column [N, 1] in the block (0 if outside), and a mask [N, 1] of targets inside the block."""
+        """Targets' columns in the block [N, 1] (0 if outside), and mask [N, 1] of targets inside."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """Mask [N, words] of the block's words outside the truncated softmax, that is, not in `kept`."""
+        """Mask [N, words] of the block's words outside the truncated softmax."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
-        # Token ids outside the block go to an extra column.
+        # Ids outside the block go to an extra column.
         column = column.where((column >= 0) & (column < words), words)
         dropped = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device).scatter_(1, column, False)
         return dropped[:, :words]
 
 
 class SoftmaxSums:
-    """Running sums [N] for log-probs and entropy, accumulated over blocks and then over ranks: the largest logit, the target's logit, the
-    sum of exp(z) and the sum of exp(z) * z, where z is a logit minus the largest."""
+    """Sums [N] over blocks and ranks for log-probs and entropy: exp(z) and exp(z) * z, with z = logit - largest logit."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
         self._entropy = entropy
         rows, device = len(vocabulary.targets), vocabulary.targets.device
-        # Not -inf, since the difference of two would be NaN.
+        # Not -inf: the difference of two would be NaN.
         self.largest = torch.full((rows,), torch.finfo(torch.float32).min, device=device)
         self._sums = torch.zeros(3, rows, device=device)
         self.exponentials, self.weighted, self.target = self._sums
 
     def add(self, block: slice, logits: torch.Tensor) -> None:
-        """Add a block's logits to the sums; may overwrite the logits."""
+        """Add a block; may overwrite the logits."""
         inverse_temperatures = self._vocabulary.inverse_temperatures
         column, here = self._vocabulary.target_columns(block)
         self.target.add_(logits.gather(1, column).where(here, 0).squeeze(1) * inverse_temperatures)
@@ -130,10 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of the loss for hidden states and output weight, accumulated block by block from the logits' gradients.
-
-    A gradient that autograd does not need is None. The gradient of hidden states includes only this rank's words; the model sums it over
-    tensor-parallel ranks."""
+    """Gradients of hidden states (from this rank's words) and output weight, accumulated from blocks of logit gradients; None if not
+    needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

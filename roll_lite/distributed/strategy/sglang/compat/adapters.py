@@ -1,4 +1,4 @@
-"""Install LoRA adapters from weight updates in SGLang's scheduler processes, in the slots meant for adapters from files."""
+"""Install LoRA adapters from weight updates in SGLang's scheduler processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.models.adapter_files import A
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the LoRA adapters for all running and further requests. The matrices B are already multiplied by alpha / rank."""
+    """Replace the LoRA matrices of all requests. B already includes alpha / rank."""
     manager = runner.lora_manager
     reference = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=NAME, pinned=False)
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted({name.split(".")[-3] for name in tensors})}
@@ -31,7 +31,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Pad an adapter tensor with zeros, as SGLang on a CPU pads heads and feed-forward rows that workers cannot share evenly."""
+    """Zero-pad an adapter tensor like SGLang on a CPU, which pads dimensions that workers cannot share evenly."""
     *_, target, matrix, _ = name.split(".")
     head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -44,7 +44,7 @@ def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def adapters_leave_with_weights() -> None:
-    """Allocate SGLang's adapter buffers in the memory region of the weights, so offloading frees both."""
+    """Allocate SGLang's adapter buffers in the weights' memory region, to offload both."""
     init = model_runner.ModelRunner.init_lora_manager
 
     def init_lora_manager(runner: Any) -> None:
@@ -64,7 +64,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """Replacement for the module torch that ignores requests for pinned memory, which needs a GPU."""
+    """Stand-in for the torch module without pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -77,6 +77,5 @@ class _Unpinned:
 
 
 def do_without_pinned_memory() -> None:
-    """Make SGLang's adapter code in this process work without pinned memory."""
     lora_layers.torch = torch_backend.torch = _Unpinned()
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]

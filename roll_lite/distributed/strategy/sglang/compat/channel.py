@@ -1,5 +1,4 @@
-"""Channel for pickled messages between the hosting process and the SGLang server, over a socket pair. Each end notices when the other has
-died."""
+"""Pickled messages between the hosting process and the SGLang server, over a socket pair."""
 
 from __future__ import annotations
 
@@ -17,20 +16,17 @@ _LENGTH = struct.Struct("!Q")
 
 @dataclass(frozen=True)
 class Start:
-    """First message to the server: the engine to start."""
-
     spec: EngineSpec
     cuda: bool
     scratch: str
-    """Folder for the engine's files."""
 
 
 class Closed(ConnectionError):
-    """The process at the other end of the channel has ended."""
+    """Peer process has ended."""
 
 
 class PickleChannel:
-    """One end of the channel, used in this process's event loop. Only one task may receive; any task may send."""
+    """One end of the channel. Only one task may receive; any may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -41,7 +37,7 @@ class PickleChannel:
         return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:
-        """Send a message without waiting. A message to a dead peer is lost; then `receive` raises Closed."""
+        """Send without waiting. If the peer is dead, the message is lost."""
         if not self._writer.is_closing():
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
             self._writer.write(_LENGTH.pack(len(data)) + data)

@@ -1,6 +1,5 @@
-"""Dummy modules for packages that SGLang imports but never calls on a CPU: Triton, SGLang's CUDA kernels, torchvision, IPython. With them
-SGLang can be imported on a CPU, where it uses its native torch code. Only the engine's processes install them (in `server.py`), and never
-with CUDA. Only the hash of sampling seeds is really implemented."""
+"""Dummies of packages that SGLang imports but never calls on a CPU (Triton, CUDA kernels, torchvision, IPython). Only the hash for sampling
+seeds is implemented."""
 
 from __future__ import annotations
 
@@ -16,28 +15,26 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""Modules that appear as not installed; otherwise SGLang would import all of vLLM for a few operators."""
+"""Modules that appear as not installed, so that SGLang does not import all of vLLM."""
 _LOW = 0xFFFFFFFF
 
 
 class _Anything:
-    """Dummy class that can be instantiated and derived from."""
-
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
 class _StandIn(ModuleType):
-    """Dummy module in which every name exists: capitalised names are classes, all others dummy modules that also work as decorators."""
+    """Dummy module in which every name exists: capitalized names are classes, others modules usable as decorators."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "active":  # Triton's active driver: there is none
+        if name.startswith("__") or name == "active":  # Triton then finds no active driver
             raise AttributeError(name)
         value = type(name, (_Anything,), {}) if name[0].isupper() else _StandIn(f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Replacement for `@triton.jit` and `@triton.jit(...)`: returns the kernel unchanged. No kernel is called on a CPU."""
+        """Return the kernel unchanged, as `@triton.jit` or `@triton.jit(...)`."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:
@@ -64,7 +61,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of each row's seed (64 bits), its position and the column: [rows, columns] uint32, equal to SGLang's Triton kernel."""
+    """MurmurHash3 of seed (64 bits), position and column: [rows, columns] uint32, equal to SGLang's Triton kernel."""
     seed, positions, columns = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None], columns.to(torch.int64)[None, :]
     hashed = torch.zeros_like(seed)
     for block in (seed & _LOW, (seed >> 32) & _LOW, positions & _LOW, columns & _LOW):
@@ -84,13 +81,13 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Install the dummy modules. Call once per process, before SGLang is imported."""
+    """Install the dummies, once, before importing SGLang."""
     global _library
     if torch.cuda.is_available():
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")
     if _library is not None:
         return
-    is_torchvision_available()  # cached here, before the stand-in exists: transformers would take it for the real torchvision
+    is_torchvision_available()  # caches the result before the dummy exists, which transformers would take for torchvision
     sys.meta_path.insert(0, _Finder())
     _library = torch.library.Library("sgl_kernel", "FRAGMENT")
     _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")

@@ -1,4 +1,4 @@
-"""Run SGLang in a separate server process, and forward calls to it."""
+"""SGLang in a separate server process, to which calls are forwarded."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SglangEngine:
         self.notes = environment.notes()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        """Number of a call -> future for its answer."""
+        """Call number -> future of the answer."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -105,7 +105,7 @@ class SglangEngine:
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        """Kill the server and its process group, since children may outlive it. Done only once, because the group's id may be reused."""
+        """Kill the server's process group once: its id may be reused."""
         server, self._server = self._server, None
         if server is not None:
             processes = group(server.pid)
@@ -146,7 +146,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload the parts. On a CPU nothing is freed; SGLang only records the call."""
+        """Offload parts. On a CPU nothing is freed."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:

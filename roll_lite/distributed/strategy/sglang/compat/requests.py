@@ -1,4 +1,4 @@
-"""Convert requests to SGLang's format and its outputs to completions; find stop strings in a growing response."""
+"""Conversion of requests to SGLang's format and of its outputs to completions; stop string search."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Number of prompt tokens that are decoded together with the response's first tokens, whose text may depend on them."""
+"""Number of prompt tokens decoded with the response's first tokens, whose text may depend on them."""
 _INCOMPLETE = "\ufffd"
-"""Replacement character, to which a tokenizer decodes the bytes of an incomplete character."""
+"""Decoded form of an incomplete character."""
 
 
 def generate_input(request: GenerationRequest, rid: str, max_model_len: int, vocabulary: int, experts: bool = False) -> GenerateReqInput:
-    """Request in SGLang's format. `rid`: its id, which must not be a prefix of another id, because SGLang aborts by prefix. `experts`: ask
-    for expert choices."""
+    """`rid`: request id, not a prefix of another: SGLang aborts by prefix. `experts`: ask for expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -50,11 +49,11 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Sampling parameters in SGLang's format. SGLang decodes greedily if and only if top_k is 1.
+    """Convert sampling parameters; SGLang decodes greedily only with top_k 1.
 
-    Greedy decoding reports log-probs under the whole distribution (see RolloutSampler). A request with top_k 1 and a temperature must
-    report log-prob 0 instead, so it is sent with min_p 1, which also keeps only the likeliest token. SGLang reports the kept tokens only
-    for requests with top_k; others get the vocabulary size as top_k."""
+    A sampled request with top_k 1 must report log-prob 0, so it is sent with min_p 1 instead. SGLang reports kept tokens only with top_k,
+    so other requests get the vocabulary size.
+    """
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -69,13 +68,11 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """True if SGLang must report the tokens that truncated sampling kept. Greedy decoding truncates nothing."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens from index `first` on that SGLang has reported so far, without the newest; None if there are none. SGLang reports every 50
-    tokens. `version`: weight version of these tokens."""
+    """Tokens from index `first` that SGLang has reported (every 50), without the newest. `version`: their weight version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -93,8 +90,7 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Make a completion from a request's final output. `aborted`: whether an abort was requested. `experts`: None to leave out expert
-    choices."""
+    """Convert a final output. `aborted`: an abort was requested. `experts`: None to omit expert choices."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -114,14 +110,14 @@ def completion(
         finish_reason=FinishReason(finish["type"]),
         versions=tuple(VersionSpan(span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()) if tokens else (),
         kept_ids=kept,
-        # A recomputed request also finds its own response tokens in the cache.
+        # A recomputed request also counts its own response tokens as cached.
         cached_tokens=min(int(meta.get("cached_tokens") or 0), len(request.prompt_ids)),
         experts=None if experts is None else _experts(meta, experts),
     )
 
 
 def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    """Decode the expert choices. None if the request ended before it began to run."""
+    """Decode expert choices; None if the request ended before it ran."""
     if (told := meta.get("routed_experts")) is None:
         return None
     flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)
@@ -129,28 +125,27 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Incremental detokenizer that finds stop strings, at the same tokens as vLLM. Special tokens have no text. A character of several
-    tokens appears with the last of them."""
+    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last; special tokens have no text."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
-        """`seam`: number of tokens at the end of the prompt that belong to the response, since the request was resumed."""
+        """`seam`: number of last prompt tokens that belong to a resumed response."""
         begin = len(prompt_ids) - seam
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
-        """Tokens that are decoded together with the next one, whose text may depend on them."""
+        """Tokens to decode together with the next one."""
         self._shown = len(self._pending)
-        """Number of `_pending` tokens whose text has already been added to `_text` or belongs to the prompt."""
+        """Number of `_pending` tokens whose text is already known."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Number of tokens generated so far; negative while tokens from before an interruption are being added."""
+        """Tokens generated so far; negative while earlier tokens of a resumed response are added."""
         for token in prompt_ids[begin:]:
             self.next(token)
 
     def next(self, token: int) -> str | None:
-        """Add a token. Returns the stop string that its text completes, or None."""
+        """Add a token; return a stop string that it completes."""
         self.tokens += 1
         new = self._new_text(token)
         if not new:

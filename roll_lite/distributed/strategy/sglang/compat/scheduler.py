@@ -1,5 +1,4 @@
-"""Code that runs in SGLang's scheduler processes: receives and loads weights, reads the model back, samples tokens. The engine's first
-process runs `server.py`."""
+"""Code for SGLang's scheduler processes: weight loading, reading weights back, sampling."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run together. The new method's argument `answer` is a file, to which the first worker writes all
-    workers' return values."""
+    """Decorate a method that all workers run. Worker 0 writes the return values to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -63,10 +61,10 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 
 class RolloutScheduler(Scheduler):
-    """SGLang's scheduler with additional methods, which SGLang's RPC calls by name on every worker."""
+    """SGLang's scheduler with methods that SGLang's RPC calls on every worker."""
 
     roll_lite_adapters: IncomingAdapters | None = None
-    """Receiver of LoRA adapters; None if weight updates send whole models."""
+    """Set if weight updates send only adapters."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
@@ -76,7 +74,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters, for all requests, instead of the model's weights. `rank`: rank of the adapters."""
+        """Make later weight updates carry LoRA adapters of this rank."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -110,7 +108,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the named tensors (None: all), converted to the dtypes given. Collective over the workers."""
+        """Checksums of named tensors (None: all), in the given dtypes. Collective."""
         held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -128,7 +126,7 @@ class RolloutScheduler(Scheduler):
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Answer with an empty state. This call is a liveness check every second, and SGLang's own method would collect all settings."""
+        """Return an empty state: liveness checks call this every second, and SGLang's own method collects all settings."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
@@ -139,8 +137,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests, and report all tokens of those that a pause has put back into the queue. SGLang would report only the tokens it
-        has streamed."""
+        """Abort requests and report all their tokens; of re-queued requests, SGLang would report only streamed ones."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -151,29 +148,28 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Sleep in each round of a paused scheduler, which would otherwise use a whole core."""
+        """Sleep while paused; the loop would otherwise use a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 
 
 class RolloutSampler(Sampler):
-    """Sampler in torch for all devices. It truncates as vLLM does, and reports log-probs under the distribution it samples from."""
+    """Torch sampler that truncates like vLLM and reports log-probs under the sampling distribution."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample tokens. Leaves the truncated distribution in `probs`, from which SGLang then reads log-probs and kept tokens."""
+        """Sample tokens. Leaves the truncated distribution in `probs`, which SGLang reports."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
         whole = probs[greedy]
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
-        probs[greedy] = whole  # greedy requests report log-probs under the whole distribution, as in a batch of only greedy ones
+        probs[greedy] = whole  # greedy requests report log-probs under the whole distribution, as in an all-greedy batch
         return sampled
 
 
 def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Truncate probabilities [rows, vocabulary] in place, by min_p, then top_k, then top_p. Dropped tokens get probability 0; the others
-    are renormalised. Tokens as likely as the last one of top_k are kept."""
+    """Truncate probabilities [rows, vocabulary] in place by min_p, then top_k (with ties), then top_p; renormalize the rest."""
     columns = probs.shape[-1]
     probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
     ordered, order = probs.sort(-1, descending=True)
@@ -181,17 +177,16 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     ordered = ordered.masked_fill(ordered < last, 0.0)
     before = ordered.cumsum(-1) - ordered
     beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
-    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # not at top_p 1, where rounded sums might drop the last tokens
+    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # not at top_p 1, where rounding could drop the last tokens
     probs.zero_().scatter_(1, order, ordered / ordered.sum(-1, keepdim=True))
 
 
 def take_seeds_where_given() -> None:
-    """Make SGLang use the requests' seeds without its deterministic mode, whose kernels need a GPU. A batch without a seeded request is
-    sampled without seeds: sampling with seeds takes several passes over [rows, vocabulary] in float64."""
+    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep a faster path."""
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:
-        """Random seeds, one for each row. All workers draw the same, since SGLang gives their generators one seed."""
+        """Random seeds, one per row, equal on all workers."""
         return torch.randint(2**62, (len(info),), device=info.device)
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
@@ -212,8 +207,7 @@ def take_seeds_where_given() -> None:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count generated tokens for min_tokens over all prefills of a request. When a pause or a full cache puts a request back into the
-    queue, SGLang's own count restarts at 0 and would forbid the end token again."""
+    """Count tokens for min_tokens over all prefills: SGLang's count restarts at 0 when a request is re-queued."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -222,10 +216,8 @@ class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
 
 
 def ends_with_stop_text(request: Req, _: int = 1) -> bool:
-    """Check whether a response ends with a stop string. Replaces SGLang's check, which ignores min_tokens, also searches the text of
-    special tokens, and looks back only as many tokens as the stop string encodes to.
-
-    The state is kept on the request, so it survives another prefill."""
+    """Check whether a response ends with a stop string. SGLang's own check ignores min_tokens, searches special tokens' text, and looks
+    back too few tokens."""
     parameters = request.sampling_params
     if not parameters.stop_strs:
         return False
@@ -243,7 +235,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the zero heads that SGLang adds on a CPU if there are more workers than key/value heads. RuntimeError if they are not zero."""
+    """Remove the zero heads that SGLang adds on a CPU. RuntimeError if they are not zero."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -256,14 +248,13 @@ def _layers() -> Layers:
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    if module.w13_weight.device.type != "cpu":  # layouts of GPU kernels are not supported
+    if module.w13_weight.device.type != "cpu":  # GPU kernels' layouts are not supported
         raise RuntimeError("weight_sync.verify: experts cannot be read back from SGLang on a GPU; use none")
     return module.num_experts, module.w13_weight.detach(), module.w2_weight.detach()
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native torch code for experts to this worker's experts. SGLang gives the experts of other workers the id -1, for
-    its GPU kernels; the native code would use -1 as an index."""
+    """Restrict SGLang's native expert code to this worker's experts; others have id -1, which it would use as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:
@@ -292,6 +283,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
-        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # buffer of expert choices; SGLang would use pinned memory, which needs a GPU
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # buffer of expert choices; SGLang's is pinned memory, which needs a GPU
         do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Run an SGLang engine as a separate program, because an exception in SGLang's scheduler kills all parent processes.
+"""Run an SGLang engine in a separate process: an exception in SGLang's scheduler kills all parent processes.
 
-Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is the file descriptor of its end of
-the channel."""
+Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _tags(parts: Collection[EngineMemory]) -> list[str]:
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or this node's part of a multi-node engine. Only the first node has a tokenizer manager."""
+    """Launch an engine, or this node's part. Only the first node has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
@@ -82,9 +82,9 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once the weights have changed during the request. SGLang then reports the tokens' weight versions only when the request ends."""
+    """True once weights have changed during the request; SGLang then reports weight versions only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once SGLang's scheduler has received the request, or the request has ended."""
+    """Set once SGLang's scheduler has the request, or it has ended."""
 
     @property
     def rid(self) -> str:
@@ -92,8 +92,6 @@ class _Running:
 
 
 class EngineServer:
-    """Server that executes the hosting process's commands, through SGLang's tokenizer manager."""
-
     def __init__(self, engine: Any, start: Start, channel: PickleChannel) -> None:
         self._engine, self._manager = engine, engine.tokenizer_manager
         self._spec = start.spec
@@ -118,7 +116,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Execute commands until the hosting process is gone; then raise Closed."""
+        """Execute the host's commands; raise Closed when the host is gone."""
         while True:
             match await self._channel.receive():
                 case "generate", number, request:
@@ -140,7 +138,7 @@ class EngineServer:
     async def _reply(self, call: int, work: Awaitable[Any]) -> None:
         try:
             answer = (True, await work)
-        except Exception as error:  # the edge of the process: the host raises it again
+        except Exception as error:  # process boundary: the host raises it again
             answer = (False, f"{error}" or type(error).__name__)
         self._channel.send((call, *answer))
 
@@ -149,7 +147,7 @@ class EngineServer:
             return await command
 
     async def _ask_scheduler(self) -> None:
-        """Wait for an answer of SGLang's scheduler, which answers once per round of its loop."""
+        """Wait for an answer of SGLang's scheduler loop."""
         await self._manager.get_internal_state()
 
     # ------------------------------------------------------------ requests
@@ -176,7 +174,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Send a request to SGLang's scheduler. Messages sent later, such as an abort, will find it there."""
+        """Send a request to SGLang's scheduler, ahead of later messages such as an abort."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -186,11 +184,11 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Progress of running requests, by request number. `since`: number of tokens already reported, by request number. `parts`: return
-        new tokens, too, except for requests that have run under two weight versions."""
+        """Progress by request number. `since`: request number -> tokens already reported. `parts`: include new tokens, unless weights
+        changed."""
         found = {}
         for running in self._running.values():
-            # A request that is not streamed is reported at its first token and every 50 tokens.
+            # SGLang reports non-streamed requests at their first token and every 50 tokens.
             state = self._manager.rid_to_state.get(running.rid)
             if running.number in since and state is not None and state.output_ids:
                 has_part, first = parts and not running.had_other_weights, since[running.number]
@@ -219,13 +217,13 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
-        """Pause the scheduler. SGLang's own pause would hold back later requests and admit them in no fixed order."""
+        """Pause the scheduler. SGLang's own pause would later admit requests in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
-        # `retract` puts running requests back into the queue; on resume they are recomputed from their tokens.
+        # `retract` re-queues running requests; on resume they are recomputed from their tokens.
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
-        # The scheduler answers messages in order: once it has answered this one, which changes nothing, it has stopped.
+        # Messages are answered in order: an answer to this one, which changes nothing, means that the scheduler has stopped.
         await self._set_version(self._version)
         self._paused = True
 
@@ -239,8 +237,7 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Start using new weights: clear the KV cache and set the weight version. The scheduler must be paused, or its cache cannot be
-        cleared."""
+        """Clear the KV cache and set the weight version. Only for a paused scheduler."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True
@@ -253,8 +250,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a method of RolloutScheduler on all workers and return their answers. Runs in a thread, because it may wait for a
-        trainer."""
+        """Call a RolloutScheduler method on all workers; in a thread, since it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
@@ -264,8 +260,7 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the KV cache. SGLang refuses while a request runs, so this retries. Releasing memory after a refusal would kill the
-        engine."""
+        """Clear the KV cache, retrying while a request runs."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
@@ -285,8 +280,7 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """Kill the engine's processes. SGLang's own shutdown would also kill the process that removes shared memory, and SGLang's watchdog
-    would report a crash."""
+    """Kill the engine's processes, except the one that removes shared memory."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()
@@ -294,19 +288,19 @@ def end(engine: Any) -> None:
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
-    """Stop the engine, remove its folder in case the hosting process is gone, and exit."""
+    """Kill the engine, remove its folder, and exit."""
     end(engine)
     remove_folder(Path(scratch))
-    os._exit(0)  # does not wait for sockets that nobody reads
+    os._exit(0)  # does not wait for unread sockets
 
 
 async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
-    if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
+    if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls this node's schedulers
         channel.send(("ready", pids))
-        await channel.receive()  # receives no message; raises Closed when the hosting process ends
+        await channel.receive()  # no message comes; raises Closed when the host ends
         raise Closed
-    # Excludes imported objects from garbage collection, which SGLang runs whenever it clears its cache, so at every weight update.
+    # Freeze imported objects: SGLang collects garbage whenever it clears its cache, at every weight update.
     await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", pids))
     await EngineServer(engine, start, channel).serve()
@@ -323,7 +317,7 @@ def main() -> None:
     channel, start = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
     try:
         engine = launch(start)
-    except Exception as error:  # the edge of the process: the host raises it again
+    except Exception as error:  # process boundary: the host raises it again
         channel.send(("failed", str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"))
         loop.run_until_complete(asyncio.sleep(0.1))
         raise
@@ -334,7 +328,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # Also runs in SGLang's own processes, since spawn imports this module there.
+    # Also in SGLang's own processes, where spawn imports this module.
     end_group_with_host_or_leader()
     name_semaphores()
     if not torch.cuda.is_available():

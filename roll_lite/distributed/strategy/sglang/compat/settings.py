@@ -1,4 +1,4 @@
-"""Start-up settings of SGLang: supported versions, environment, arguments, files."""
+"""Start-up settings of SGLang."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OWN_ARGUMENTS = (
     "load_format",
     "stream_interval",
     "enable_return_routed_experts",
-    # Weight updates assume which worker holds which expert.
+    # Weight updates assume a fixed worker for each expert.
     "enable_eplb",
     "ep_num_redundant_experts",
     "init_expert_location",
@@ -61,7 +61,7 @@ OWN_ARGUMENTS = (
     "lora_use_virtual_experts",
     "lora_drain_wait_threshold",
 )
-"""Engine arguments that roll_lite sets itself; a configuration may not set them."""
+"""Engine arguments that roll_lite sets itself."""
 
 SETTINGS = {
     "max_running_requests": "max_running_requests",
@@ -72,14 +72,14 @@ SETTINGS = {
     "disable_cuda_graph": "enforce_eager",
     "ep_size": "expert_parallel",
 }
-"""Engine argument -> key of the strategy's configuration to use instead."""
+"""Engine argument -> strategy key to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Where the package sglang declares its engine arguments: (files, class; None: all classes)."""
+"""(files, class; None: all) of SGLang's engine arguments."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8
-"""Number of tokens at the end of the context that SGLang does not allow prompts to use."""
+"""Tokens at the end of the context that SGLang does not let prompts use."""
 
 
 def check_version() -> str:
@@ -95,16 +95,16 @@ def engine_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::DeprecationWarning,ignore::FutureWarning",
     }
-    # SGLang does not let prompts fill the context, so the context is slightly longer than max_model_len. No response uses the excess.
+    # SGLang does not let prompts fill the context, so the context is slightly longer than max_model_len; responses do not use the excess.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
-        # Free CUDA graphs too, and keep the pinned memory of their copies: pinning again in every step would take seconds.
+        # Also free CUDA graphs, but keep their pinned copies: pinning again in every step would take seconds.
         graphs = {} if sleep == "never" else {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "TMS_RETAIN_CPU_BACKUP": "1"}
         return Environment(preset | graphs, required, follows)
     preset |= {
-        # By default SGLang wants a NUMA node per worker. Its native torch code binds no cores, whatever the value.
+        # SGLang's default needs a NUMA node per worker. Its native torch code binds no cores.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
-        # Some sampling paths are compiled at their first call, which takes half a minute.
+        # Some sampling paths are compiled at their first call, for half a minute.
         "TORCHDYNAMO_DISABLE": "1",
     }
     required |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": CPU_MODELS}
@@ -137,13 +137,13 @@ def engine_arguments(
         "grammar_backend": "none",
         "log_level": "error",
         "enable_memory_saver": cuda,
-        "enable_weights_cpu_backup": cuda and sleep == "with_copy",  # without it, offloaded weights come back as garbage
+        "enable_weights_cpu_backup": cuda and sleep == "with_copy",  # without it, reloaded weights are garbage
         "disable_cuda_graph": strategy.enforce_eager or not cuda,
     }
     if cuda:
         arguments["mem_fraction_static"] = strategy.gpu_memory_utilization
         if sleep != "never":
-            arguments["cuda_graph_backend_prefill"] = "disabled"  # SGLang's default cannot be freed, and would end the start
+            arguments["cuda_graph_backend_prefill"] = "disabled"  # SGLang's default cannot be freed, and would abort the start
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
     if lora is not None:
@@ -151,8 +151,7 @@ def engine_arguments(
         arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank, "lora_strict_loading": True}
         arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
-        # With the plain `fp8` format, weights cannot be loaded a second time, since the first load deletes what weight loaders need.
-        # flash_rl keeps it.
+        # Plain `fp8` cannot load weights twice: the first load deletes data that weight loaders need. flash_rl keeps the data.
         arguments |= {"quantization": "fp8", "load_format": "flash_rl"}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
@@ -161,7 +160,7 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments that connect the parts of an engine on several nodes."""
+    """Arguments that connect an engine's nodes."""
     if node is None:
         return {}
     host, port = node.meeting
@@ -171,8 +170,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """Raise ValueError if the longest request does not fit into the KV cache, since SGLang would silently cut its response. `cache_tokens`:
-    size of the cache. SGLang admits a request only if one more page and one more token remain free."""
+    """ValueError if the longest request does not fit into the KV cache (`cache_tokens`): SGLang would cut its response. SGLang keeps one
+    page and one token free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -189,26 +188,26 @@ def check_cache(
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    """KV-cache bytes per token on each device."""
+    """KV cache bytes per token and device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
 
 
 def keep_files_in(folder: Path) -> None:
-    """Make SGLang keep its files and its error log in this folder. Runs first in each of the engine's processes."""
+    """Make SGLang keep files and its error log in this folder. Call first in every engine process."""
     from sglang.srt.managers import load_snapshot
 
-    # In /dev/shm, SGLang's default, a failed start leaves this file behind.
+    # SGLang's default is /dev/shm, where a failed start leaves this file.
     load_snapshot.shm_path_for = lambda _: str(folder / "loads.shm")
     errors = logging.FileHandler(folder / _ERRORS)
     errors.setLevel(logging.ERROR)
-    # Not on the root logger, whose handlers SGLang removes. SGLang's own handler stays too and writes to the host's log.
+    # Not on the root logger, whose handlers SGLang removes. SGLang's own handler still writes to the host's log.
     logging.getLogger("sglang").addHandler(errors)
 
 
 def logged_error(folder: Path) -> str | None:
-    """First exception in the engine's log, as one line; later ones are its consequences. None if there is no log."""
+    """First exception in the engine's log, in one line; later ones are consequences."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,2 +1,2 @@
-"""All code that depends on vLLM's version. vLLM reads environment variables when it is imported, so the hosting process sets them first,
-and imports vLLM only inside functions. `worker.py` and `adapters.py` run in vLLM's own processes; `judge_server.py` is a program."""
+"""All code that depends on vLLM's version. `worker.py` and `adapters.py` run in vLLM's processes; elsewhere vLLM is imported only inside
+functions, after environment variables are set."""

@@ -1,4 +1,4 @@
-"""Install LoRA adapters from weight updates in vLLM's workers, in the slots meant for adapters from files."""
+"""Install LoRA adapters from weight updates in vLLM's workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the LoRA matrices A and B for all running and further requests. B is already multiplied by alpha / rank."""
+    """Replace the LoRA matrices of all requests. B already includes alpha / rank."""
     known = runner.lora_manager._adapter_manager
     mapper = getattr(known.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(
@@ -28,15 +28,14 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
     )
     known.remove_adapter(ADAPTERS)
     known.add_adapter(adapters)
-    if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would continue without them
+    if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would ignore them
         raise RuntimeError(f"vLLM has no layers for adapters of {', '.join(sorted(astray)[:5])}")
     known.activate_adapter(ADAPTERS)
     adapters.loras.clear()  # the layers hold copies
 
 
 def multiply_plainly() -> None:
-    """Make vLLM on a CPU apply the only adapter with plain matrix products. vLLM would gather A and B for every token, since each token may
-    have another adapter."""
+    """Make vLLM apply the only adapter by plain matrix products on a CPU, instead of gathering A and B per token."""
 
     def add_lora_linear(
         self: PunicaWrapperCPU,

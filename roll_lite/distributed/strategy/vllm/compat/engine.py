@@ -1,4 +1,4 @@
-"""vLLM engine: runs AsyncLLM, which starts its own processes."""
+"""vLLM engine (AsyncLLM), which starts its own processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments. On the nodes of a multi-node engine, they differ only in the node's number."""
+    """Engine arguments; on other nodes of an engine only the node's number differs."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -49,8 +49,6 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
 
 
 class VllmProcesses:
-    """Environment and files of vLLM's processes on one node."""
-
     name = "vLLM"
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -64,7 +62,7 @@ class VllmProcesses:
 
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        """Give processes started inside the block their environment and a scratch folder."""
+        """Set environment and scratch folder of processes started inside the block."""
         os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
@@ -76,7 +74,7 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine on its first node. If the engine's process dies, only `generate` and `abort` of AsyncLLM return; other calls hang."""
+    """vLLM engine on its first node. After its death, calls other than `generate` and `abort` hang."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -87,7 +85,7 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine in this thread, which blocks the event loop: the engine's processes belong to the thread that starts them."""
+        """Start the engine, blocking the event loop: processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
@@ -106,7 +104,7 @@ class VllmEngine(VllmProcesses):
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
         if read != (config.vocab_size, config.tied_embeddings):
-            # Possible with an override in engine_args, for example.
+            # e.g. with an override in engine_args
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )
@@ -125,7 +123,7 @@ class VllmEngine(VllmProcesses):
         llm, self._running = self._running, None
         if llm is not None:
             if llm.output_handler is not None:
-                # vLLM's listener would take the end of its engine for a crash and log an error.
+                # vLLM's listener would report the engine's end as a crash.
                 llm.output_handler.cancel()
             await processes.end(lambda: llm.shutdown(timeout=_LAST_S))
         self._remove_scratch()
@@ -149,8 +147,7 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of likeliest tokens whose log-probs must be reported to know which tokens truncation kept: 0 for greedy decoding, which
-        truncates nothing. None if the request does not ask for it (keep_mask)."""
+        """Number of likeliest tokens whose log-probs show what truncation kept: 0 for greedy decoding; None if not requested."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -190,12 +187,14 @@ class VllmEngine(VllmProcesses):
         await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
-        """Drop the KV cache. Running requests are recomputed from their tokens under the new weights."""
+        """Drop the KV cache. Running requests are recomputed under new weights."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by the workers' own methods, since vLLM's `wake_up` would resume a paused engine. vLLM cannot offload the weights alone,
-        so if `cache_stays`, the cache is allocated again. On a CPU only the cache is freed, since weights are in host memory anyway."""
+        """Offload by worker calls, since vLLM's `wake_up` would resume a paused engine.
+
+        vLLM cannot offload weights alone: with `cache_stays`, the cache is reallocated. On a CPU only the cache is freed.
+        """
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
@@ -220,13 +219,12 @@ class VllmEngine(VllmProcesses):
 
 
 class VllmPart(VllmProcesses):
-    """Workers of a vLLM engine on a node other than the first, which calls them (as `vllm serve --headless`)."""
+    """Workers of a vLLM engine on a further node (like `vllm serve --headless`)."""
 
     _executor: MultiprocExecutor | None = None
 
     async def start(self) -> list[int]:
-        """Start the workers in this thread, since they belong to the thread that starts them. Blocks the event loop until the workers of
-        all nodes have connected."""
+        """Start the workers in this thread. Blocks the event loop until all nodes have connected."""
         with self._inherited():
             from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 

@@ -1,7 +1,7 @@
-"""Run vLLM's OpenAI-compatible server for a judge model, as a separate program that ends with the process that started it.
+"""Run vLLM's OpenAI-compatible server for a judge model, in a separate process that ends with its starter.
 
-Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session, so one signal reaches all its
-processes."""
+Run as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tok
 from roll_lite.models.hf_config import read_model_shape
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
-"""Arguments of a judge's server that roll_lite sets itself; a configuration may not set them."""
+"""Server arguments that roll_lite sets itself."""
 SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
-    """Command line of the server. `name`: the model's name in requests."""
+    """Command line of the server. `name`: model name in requests."""
     check_version()
     for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
         sys.stderr.write(f"judges.{name}: {note}\n")
@@ -56,7 +56,7 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
 
 
 def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
-    """Maximum length in tokens of prompt and response together. None: vLLM determines it."""
+    """Maximum tokens of prompt plus response; None: vLLM decides."""
     if config.strategy.max_model_len is not None or cuda:
         return config.strategy.max_model_len
     try:
@@ -75,7 +75,7 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """Replace SageMaker's package by a dummy. vLLM's CPU build would need five more packages, for two SageMaker routes only."""
+    """Replace SageMaker's package, which vLLM's CPU build imports for two routes, by a dummy."""
     if find_spec(SAGEMAKER) is not None:
         return
 
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # Also runs in the engine's processes, since spawn imports this module there: they may outlive a killed server.
+    # Also in the engine's processes, where spawn imports this module: they may outlive a killed server.
     end_group_with_host_or_leader()
 if __name__ == "__main__":
     main()

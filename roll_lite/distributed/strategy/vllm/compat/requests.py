@@ -1,4 +1,4 @@
-"""Convert requests to vLLM's format and its outputs to completions."""
+"""Conversion of requests to vLLM's format, and of outputs to completions."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ if TYPE_CHECKING:
 
 
 ADAPTERS = 1
-"""Id of vLLM's only LoRA adapter in requests (`lora_int_id`)."""
+"""Id of the only LoRA adapter (`lora_int_id`)."""
 STOP_IDS = 120
-"""Maximum number of `stop_token_ids` beside `min_tokens`. On GPUs, vLLM's sampler has room for 128, including the model's end tokens, and
-the engine dies of more."""
+"""Maximum `stop_token_ids` beside `min_tokens`. vLLM's GPU sampler has room for 128, with end tokens; more kill the engine."""
 
 
 def adapters_request() -> LoRARequest:
-    """LoRA request that names the only adapter. vLLM reads the request's path only if no adapter is loaded."""
+    """LoRA request. vLLM reads the path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """Sampling parameters in vLLM's format. `alternatives`: number of likeliest tokens whose log-probs are reported besides the sampled
-    token's."""
+    """`alternatives`: number of likeliest tokens whose log-probs are returned."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -64,7 +62,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Prompt in the form that vLLM handles without a thread; with other forms, requests may overtake each other."""
+    """Prompt in the only form that vLLM handles without a thread, so that requests stay in order."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -78,8 +76,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Make a completion from a request's final output. `version`: weight version, if the output has none. `alternatives`: number of
-    log-probs requested per token, from which kept_ids are read (None: no kept_ids). `experts`: None to leave out expert choices."""
+    """Convert a final output. `version`: default weight version. `alternatives`: log-probs requested per token, for kept_ids. `experts`:
+    None to omit expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -95,14 +93,14 @@ def completion(
         finish_reason=FinishReason(response.finish_reason),
         versions=spans or ((VersionSpan(0, version),) if tokens else ()),
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
-        # A recomputed request also finds its own response tokens in the cache.
+        # A recomputed request also counts its own response tokens as cached.
         cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
         experts=None if experts is None or response.routed_experts is None else chosen_experts(response.routed_experts, experts),
     )
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
-    """Tokens generated since the last progress report, without the newest one; None if there are none."""
+    """Tokens since the last report, without the newest."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     first = flight.reported
     found = state.logprobs_processor.logprobs
@@ -121,8 +119,7 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    """Ids of the tokens that truncated sampling kept, for each position. If `alternatives` is 0, all are empty: nothing was dropped. vLLM's
-    own `return_sampling_mask` works only on GPUs and with top_k."""
+    """Ids kept by truncated sampling, per position; empty for greedy decoding. vLLM's `return_sampling_mask` needs a GPU and top_k."""
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
@@ -134,9 +131,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in the tokens of a response generated before an interruption, now the end of the prompt; vLLM
-    itself searches only new text. For a request whose extra argument SEAM is n, the detokenizer starts with the text of the last n prompt
-    tokens."""
+    """Make vLLM find stop strings that begin in a resumed response's earlier tokens, at the end of the prompt: the detokenizer starts with
+    them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
@@ -160,7 +156,7 @@ def detokenizer_across(tokenizer: Any, request: EngineCoreRequest, seam: int) ->
     for token in request.prompt_token_ids[-seam:]:
         detokenizer.token_ids.append(token)
         detokenizer.output_text += detokenizer.decode_next(token)
-    # The seam's tokens must not count as generated.
+    # These tokens must not count as generated.
     if isinstance(detokenizer, SlowIncrementalDetokenizer):
         detokenizer.prompt_len += seam
     else:

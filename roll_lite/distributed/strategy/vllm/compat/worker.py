@@ -1,5 +1,4 @@
-"""Code that runs in vLLM's worker processes: receives and loads weights, reads the model back, and ends the worker when the hosting process
-is gone."""
+"""Code for vLLM's worker processes: weight loading, reading weights back, exit with the hosting process."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def _layers() -> Layers:
 
 
 def _all_say(mine: bool) -> bool:
-    """Return True if all workers of this engine pass True. Collective."""
+    """Return True if all workers of the engine pass True (collective)."""
     group = get_tp_group()
     if group.world_size == 1:
         return mine
@@ -46,8 +45,7 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class and calls by name (collective_rpc). They must not raise: `answering` turns exceptions into
-    return values."""
+    """Methods of vLLM's workers, called by name (collective_rpc). `answering` turns exceptions into return values."""
 
     rank: int
     device: torch.device
@@ -57,7 +55,7 @@ class WorkerExtension:
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_adapters: IncomingAdapters | None = None
-    """Receiver of LoRA adapters; None if weight updates send whole models."""
+    """Set if weight updates send only adapters."""
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
@@ -65,7 +63,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters instead of the model's weights. `rank`: rank of the adapters."""
+        """Make later weight updates carry LoRA adapters of this rank."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -77,7 +75,7 @@ class WorkerExtension:
         model = self.get_model()
 
         def begin(again: bool) -> None:
-            if again:  # the failed update left its counts of loaded parts in the layers
+            if again:  # the failed update has left counts of loaded parts in the layers
                 finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu":
                 _make_expert_kernels_anew(model)
@@ -112,8 +110,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_drop_cache(self) -> None:
-        """Free the KV cache's memory on a CPU, where vLLM itself frees nothing. Tensors that share the storages are valid again after
-        `roll_lite_make_cache`."""
+        """Free the KV cache on a CPU, where vLLM frees nothing. `roll_lite_make_cache` restores its tensors."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
         self.roll_lite_dropped = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
@@ -128,7 +125,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of the named tensors (None: all), converted to the dtypes given. Collective over the workers."""
+        """Checksums of named tensors (None: all), in the given dtypes. Collective."""
         held = _held(self, names, shapes)
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -142,8 +139,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel apply the map from global to local expert ids. The unchanged kernel ignores the map and would read beyond this
-    worker's experts."""
+    """Make vLLM's CPU kernel apply the map from global to local expert ids; without it, reads would be out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -161,8 +157,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM use its usual expert kernel in a model with adapters on other layers only, instead of its Triton kernel for experts with
-    adapters."""
+    """Make vLLM use its usual expert kernel if only other layers have adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -173,15 +168,14 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """Pack the weights of a tied LM head again. The head shares the embedding's weights, so vLLM's reload skips it, and it would keep the
-    packed copy of its old weights."""
+    """Pack a tied LM head again, which vLLM's reload skips."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop the expert kernels, so that vLLM's reload builds new ones. A kernel packs the weights only when it is built."""
+    """Drop expert kernels, so that vLLM's reload rebuilds them with the new weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -189,12 +183,11 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base of the digits in `_unpacked`; every dtype represents all smaller numbers exactly."""
+"""Base of digits in `_unpacked`; every dtype represents smaller numbers exactly."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Number of experts and this worker's weights (gate and up, down), without the packing and padding that vLLM adds on a CPU. GPU layouts
-    are not supported."""
+    """(number of experts, gate above up, down) of this worker, unpacked. RuntimeError on a GPU."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
@@ -204,8 +197,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, which permutes an expert's elements. To find the permutation, row and column numbers are packed too, one digit at a
-    time."""
+    """Undo packing, a permutation per expert, which is found by packing row and column numbers, digit by digit."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
@@ -220,8 +212,7 @@ def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
-    """Kill this worker and its parent, vLLM's engine process. Called when the hosting process is gone; the engine process would not notice
-    if the host was killed."""
+    """Kill this worker and vLLM's engine process when the host is gone."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 

@@ -1,1 +1,1 @@
-"""Model architectures that roll_lite trains, as SGLang's "external" models. SGLang then does not import its two hundred others."""
+"""Architectures that roll_lite trains, as SGLang's "external" models, so that SGLang skips importing two hundred others."""

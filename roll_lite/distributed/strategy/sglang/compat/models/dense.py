@@ -1,5 +1,3 @@
-"""SGLang's own model classes, unchanged."""
-
 from sglang.srt.models import llama, qwen2, qwen3
 
 EntryClass = [*llama.EntryClass, qwen2.EntryClass, qwen3.EntryClass]
