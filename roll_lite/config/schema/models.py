@@ -16,7 +16,7 @@ from roll_lite.config.schema.base import Mistakes, ModelFolder, NonNegativeFloat
 
 class ModelConfig(Section):
     path: ModelFolder
-    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer), or its name on the hub: owner/name or
+    """Model folder in Hugging Face format (config.json, safetensors, tokenizer), or name on the hub: owner/name or
     hf://owner/name?revision=... (docs/data.md)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights in training and inference. Use float32 on CPUs, bfloat16 on GPUs."""
@@ -26,7 +26,7 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW of Megatron-Core. Moments are float32. bfloat16 weights have a float32 master copy, which the updates change."""
+    """AdamW of Megatron-Core. Moments are float32; bfloat16 weights have a float32 master copy."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -35,13 +35,13 @@ class OptimizerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up: step i of n uses i/n of lr."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Schedule after the warm-up. linear, cosine: decay to min_lr by the end of the run. wsd (warm-up, stable, decay): lr until the run's
-    last decay_steps, then decay_shape."""
+    """Schedule after warm-up. linear, cosine: decay to min_lr by the end of the run. wsd (warm-up, stable, decay): lr until the last
+    decay_steps, then decay_shape."""
     decay_steps: PositiveInt | None = None
-    """Optimizer steps of wsd's decay to min_lr, at the end of the run. Required by wsd."""
+    """Optimizer steps of wsd's final decay to min_lr. Required by wsd."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of wsd's decay from lr to min_lr. The learning rate is min_lr + f(x) * (lr - min_lr), where x grows from 0 to 1 over
-    decay_steps. linear: f(x) = 1 - x; cosine: (1 + cos(pi x)) / 2; exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
+    """Shape f(x) of wsd's decay: learning rate min_lr + f(x) * (lr - min_lr), x from 0 to 1. linear: 1 - x; cosine: (1 + cos(pi x)) / 2;
+    exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices, embeddings, output layer and value head; not of biases and norms."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -49,13 +49,13 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = 1e-8
     """Term added to AdamW's denominator."""
     on_host: bool = False
-    """Keep moments and compute updates in host memory. Saves eight bytes of device memory per trained weight, but every optimizer step
-    copies gradients and weights to the host, and weights back."""
+    """Keep moments and compute updates in host memory. Saves 8 bytes of device memory per trained weight; each optimizer step copies
+    gradients and weights to the host, and weights back."""
     clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
+    """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """End the run after this number of skipped updates in a row, counted across steps and resumptions; 0: never. An update is skipped if
-    its loss or gradient is not finite. The samples of the first skipped update of the row are saved in skipped/ in the run's folder."""
+    """Consecutive updates skipped for a non-finite loss or gradient, across steps and resumptions, that end the run; 0: never. Samples of
+    the first are saved in the run's skipped/."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -77,21 +77,19 @@ class LoraConfig(Section):
     """Low-rank adapters, trained instead of the weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
 
     rank: PositiveInt = 16
-    """Rank of the adapters: rows of A and columns of B."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
     """Linear layers with adapters: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three include those of
     all experts."""
     path: UserPath | None = None
-    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors). They must have the rank, alpha and
-    targets set here. null: new adapters."""
+    """Folder of initial adapters in PEFT's format, with this rank, alpha and targets. null: new adapters."""
     export: Literal["merged", "adapter"] = "merged"
-    """Format in which `checkpoint.export_model` writes the model. merged: all weights, adapters merged in. adapter: the adapters alone, in
-    PEFT's format."""
+    """Format of `checkpoint.export_model`. merged: all weights, adapters merged in. adapter: adapters alone, in PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
-    """Content of weight updates to engines. merged: all weights, adapters merged in. adapter: the adapters alone, which engines add to
-    model.path's weights; sends much less, but costs a little time per token. Not for adapters of experts."""
+    """Content of weight updates. merged: all weights, adapters merged in. adapter: adapters alone: far less to send, slightly slower
+    generation. Not for adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -114,19 +112,17 @@ class MegatronStrategyConfig(Section):
     pipeline_parallel: PositiveInt = 1
     """Ranks (stages) that split the model by layers."""
     virtual_pipeline_parallel: PositiveInt = 1
-    """Interleaved parts of the model per pipeline stage. With more parts, stages wait less for each other but exchange more data. Needs
-    pipeline_parallel > 1."""
+    """Interleaved model parts per stage. More parts: stages wait less but exchange more data. Needs pipeline_parallel > 1."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Number of layers in each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
-    pipeline_parallel numbers are for each stage's first part, the next for its second part, and so on. The model's first part also holds
-    the embeddings, its last part the output layer; for balance, give these two fewer layers or none. null: equal numbers; a remainder goes
-    to the first parts."""
+    """Layers of each pipeline part, in layer order: pipeline_parallel x virtual_pipeline_parallel numbers. Part i (from 0) is on stage i %
+    pipeline_parallel. The first part also holds the embeddings, the last the output layer; for balance, give these two fewer layers or
+    none. null: equal numbers; the first parts get a remainder."""
     context_parallel: PositiveInt = 1
     """Ranks that split the tokens of every micro-batch, for samples too long for one rank."""
     expert_parallel: PositiveInt = 1
-    """Ranks that divide the experts. Each rank holds whole experts and receives their tokens."""
+    """Ranks that divide the experts; each holds whole experts."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that split every expert's matrices, as tensor_parallel does for the other layers."""
+    """Ranks that split every expert's matrices."""
     sequence_parallel: bool = False
     """Save memory by splitting activations outside tensor-parallel layers along the sequence. Needs tensor_parallel > 1."""
     distributed_optimizer: bool = True
@@ -134,14 +130,13 @@ class MegatronStrategyConfig(Section):
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """Implementation of layers. torch: PyTorch. transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts
-    in one call. auto: transformer_engine if installed, with a GPU and without lora; else torch."""
+    """Implementation of layers. torch: PyTorch. transformer_engine: NVIDIA's kernels, norms fused into matrix products, all experts in one
+    call. auto: transformer_engine if installed, with a GPU and without lora; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Save memory by recomputing activations in the backward pass. selective: in recompute_modules; full: in whole layers."""
+    """Save memory by recomputing activations in the backward pass. selective: those of recompute_modules; full: whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
-    """Modules for `recompute: selective`. mlp: the feed-forward part, most of a layer's activations. moe: router and experts; sends tokens
-    to experts once more. core_attn: attention, useful with context_parallel, where each rank holds all keys and values. null: mlp and, with
-    experts, moe."""
+    """Modules for `recompute: selective`. mlp: most of a layer's activations. moe: router and experts; sends tokens to experts again.
+    core_attn: attention, useful with context_parallel, where each rank holds all keys and values. null: mlp, and moe with experts."""
 
     @rule
     def _sequence(self) -> Mistakes:
@@ -168,25 +163,24 @@ class EngineStrategyConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Devices of an engine replica, which split every layer's matrices."""
     expert_parallel: PositiveInt = 1
-    """1: each device of a replica holds a part of every expert. Equal to tensor_parallel: each holds whole experts."""
+    """1: each device holds a part of every expert. Equal to tensor_parallel: each holds whole experts."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; null: the longest that the domains' sampling allows."""
+    """Longest prompt plus response in tokens; null: what the domains' sampling allows."""
     max_running_requests: PositiveInt = 256
     """Maximum requests that an engine decodes at a time; others wait."""
     max_batched_tokens: PositiveInt = 8192
-    """Maximum tokens in a forward pass of an engine; longer prompts are split. vLLM on a CPU cannot split them: it raises the limit to
-    max_model_len, with a message."""
+    """Maximum tokens in an engine's forward pass; longer prompts are split. vLLM on a CPU cannot split them and raises the limit to
+    max_model_len."""
     kv_cache_mb: PositiveInt | None = None
-    """Size of the KV cache in MB. null: determined by gpu_memory_utilization on GPUs, 256 on a CPU."""
+    """KV cache size in MB. null: from gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory for an engine. vLLM stays within it. SGLang fills it with weights and KV cache, and needs further memory for
+    """Share of a GPU's memory for an engine. vLLM stays within it. SGLang fills it with weights and KV cache, and needs more for
     activations and CUDA graphs."""
     enforce_eager: bool = False
-    """Run without CUDA graphs: starts faster, generates more slowly."""
+    """Run without CUDA graphs: faster start, slower generation."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8, on GPUs only: engines quantise the weights that they receive, with a scale per output channel, and activations, with a scale per
-    token. Weights take half the memory of bfloat16, and matrix products are faster. Samples then come from another policy than the
-    trainer's: use algorithm.mismatch_correction (docs/gpu.md)."""
+    """fp8 (GPUs only): quantise weights per output channel and activations per token. Half the memory of bfloat16, faster matrix products.
+    Samples then come from another policy than the trainer's: use algorithm.mismatch_correction (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments, passed to vLLM or SGLang unchanged."""
 
@@ -206,7 +200,7 @@ class SglangStrategyConfig(EngineStrategyConfig):
 
 
 class HfStrategyConfig(Section):
-    """Forward passes with Hugging Face transformers, for any of its architectures. Each device holds a whole model."""
+    """Forward passes with Hugging Face transformers, for any architecture. Each device holds a whole model."""
 
     name: Literal["hf"] = "hf"
 
@@ -234,8 +228,8 @@ Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0
 
 class ForwardRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of devices: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3], numbered by node (needs
-    placement.nodes). Without GPUs a device is a CPU slot."""
+    """Number of devices, or a list: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3] (needs placement.nodes). Without GPUs a
+    device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
@@ -246,8 +240,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle, for roles that share devices."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of the role within an hour, after a rank died or hung; then the run ends. Trained roles return to the newest
-    checkpoint, or to their initial weights, and repeat the later updates on the same samples."""
+    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint or their
+    initial weights, and repeat later updates on the same samples."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -256,12 +250,12 @@ class TrainRoleConfig(ForwardRoleConfig):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of a load-balancing loss for models with experts; 0: off. It is the Switch Transformer's loss, computed per sample and layer
-    (1 if all experts are used equally), averaged over a mini-batch and summed over layers. config.json's router_aux_loss_coef is ignored:
-    it would pull the policy away from the rewards."""
+    """Weight of a load-balancing loss for models with experts; 0: off. Switch Transformer's loss per sample and layer (1 at equal use),
+    averaged over a mini-batch, summed over layers. config.json's router_aux_loss_coef is ignored: it would pull the policy away from the
+    rewards."""
     compare_replicas_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checks (by checksum) that data-parallel replicas hold the same weights. Replicas are also checked before every
-    checkpoint. A difference ends the run. 0: never."""
+    """Steps between checksum comparisons of data-parallel replicas, also made before every checkpoint. A difference ends the run. 0:
+    never."""
     train_micro_batch_tokens: PositiveInt | None = None
     """Maximum tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
     train_micro_batch_size: PositiveInt | None = None
@@ -274,16 +268,16 @@ class TrainRoleConfig(ForwardRoleConfig):
 
 
 class EmaConfig(Section):
-    """Exponential moving average of the actor's weights, kept in float32 in host memory and updated after every optimizer step. Checkpoints
-    hold it; it is exported as `model_ema/`."""
+    """Exponential moving average of the actor's weights, in float32 in host memory, updated after every optimizer step, saved in
+    checkpoints, exported as `model_ema/`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """Share of the old average kept at each update; 0.99 averages over about 100 updates."""
+    """Share of the old average kept per update; 0.99 averages over about 100 updates."""
 
 
 class ActorRoleConfig(TrainRoleConfig):
     lora: LoraConfig | None = None
-    """Low-rank adapters to train, with all other weights frozen. null: all weights train."""
+    """Low-rank adapters; all other weights are frozen. null: all weights train."""
     ema: EmaConfig | None = None
     """Moving average of the weights; null: none."""
 
@@ -310,10 +304,10 @@ class ActorRoleConfig(TrainRoleConfig):
 
 
 class RefreshConfig(Section):
-    """Periodically replaces the reference's weights by the actor's. Needs a run folder that all nodes share."""
+    """Periodic replacement of the reference's weights by the actor's. Needs a run folder that all nodes share."""
 
     every: PositiveInt
-    """Steps after which the reference is replaced by the actor again."""
+    """Steps between replacements."""
     weights: Literal["actor", "ema"] = "actor"
     """actor: the actor's weights; ema: their moving average (actor_train.ema)."""
 
@@ -333,21 +327,21 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of devices. There are devices / strategy.tensor_parallel engine replicas. A replica is on one node or,
-    if it needs more than placement.devices_per_node, takes equally many devices on each of several nodes."""
+    """Number of devices, or a list, for devices / strategy.tensor_parallel engine replicas. A replica is on one node or, if larger than
+    placement.devices_per_node, takes equally many devices on several nodes."""
     replicas_per_device: PositiveInt = 1
-    """Engine replicas per device. On a GPU they share strategy.gpu_memory_utilization equally. Needs tensor_parallel 1."""
+    """Engine replicas per device, which share strategy.gpu_memory_utilization equally. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """Engine: vllm or sglang, and its settings."""
+    """Engine (vllm or sglang) and its settings."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision in engines; null: model.dtype. For bfloat16 engines, float32 weights are cast before the transfer."""
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of a lost engine within an hour. Beyond that the run continues without the engine, or ends if none is left."""
+    """Maximum restarts of a lost engine per hour. Then the run continues without the engine, or ends if none is left."""
     most_replicas: PositiveInt | None = None
-    """Maximum engine replicas. Replicas beyond `devices` start during the run, each as soon as a node has free devices for it, and end when
-    their node leaves. null: only the replicas that `devices` make."""
+    """Maximum engine replicas. Replicas beyond `devices` start as soon as a node has free devices, and end when their node leaves. null:
+    only those of `devices`."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 
@@ -356,20 +350,19 @@ class RewardModelConfig(Section):
     """Sequence-classification model with one output, for rewards of type `model`."""
 
     path: ModelFolder
-    """Folder, or name on the hub, of a ForSequenceClassification model with one label, and its tokenizer, in Hugging Face format."""
+    """Folder, or name on the hub, of a ForSequenceClassification model with one label and its tokenizer."""
     devices: Devices = 1
-    """Number of devices, or a list of devices. With hf each holds a copy of the model."""
+    """Number of devices, or a list. With hf each holds a copy of the model."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
-    """hf or megatron, with its parallel layout."""
+    """hf, or megatron with its parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision. Use float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum tokens in a rank's forward pass; a longer sample runs alone. With hf, samples are padded to the longest, and padding
-    counts."""
+    """Maximum tokens in a rank's forward pass; a longer sample runs alone. With hf, padding to the longest sample counts."""
     micro_batch_size: PositiveInt = 8
-    """Maximum samples in a rank's forward pass; also the maximum that one call sends to a copy of the model."""
+    """Maximum samples in a rank's forward pass, and in one call to a copy of the model."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens; null: the model's max_position_embeddings. Scoring a longer text fails; it is never cut."""
+    """Longest text in tokens; scoring a longer one fails. null: the model's max_position_embeddings."""
     offload: bool = False
     """Free this model's device memory while nothing is generated."""
     threads: PositiveInt = 1
@@ -377,12 +370,12 @@ class RewardModelConfig(Section):
 
 
 class JudgeServerConfig(Section):
-    """Judge model in vLLM's OpenAI-compatible server, which starts with the run. Rewards of type `judge` name it."""
+    """Judge model in vLLM's OpenAI-compatible server, which starts with the run, for rewards of type `judge`."""
 
     path: ModelFolder
-    """Folder of the model in Hugging Face format, or its name on the hub."""
+    """Model folder in Hugging Face format, or name on the hub."""
     devices: Devices = 1
-    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel servers."""
+    """Number of devices, or a list, for devices / strategy.tensor_parallel servers."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """Engine settings. max_model_len defaults to the model's; engine_args may hold any argument of the server."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -390,7 +383,7 @@ class JudgeServerConfig(Section):
     threads: PositiveInt = 1
     """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
-    """Time limit in seconds for a server to load the model."""
+    """Seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of each server in the run; then the run fails. During a restart, requests for verdicts wait, or fail and are
     retried."""

@@ -8,18 +8,17 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 
 
 class PlacementConfig(Section):
-    """Assigns devices to roles. A role's `devices` is a number or, under every preset, a list of devices. If left out, the role gets as
-    many as the roles it shares devices with. Under every preset but by_role, roles that share devices take turns (`offload: true`), unless
-    they set `offload`. Judges never share devices under these presets. `placement: colocated` is short for `placement: {name:
-    colocated}`."""
+    """Device placement. A role's `devices` is a number or, under every preset, a list; if left out, the role gets as many as the roles it
+    shares devices with. Except under by_role, roles that share devices take turns (`offload: true`) unless they set `offload`, and judges
+    never share devices. `placement: colocated` is short for `placement: {name: colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
-    """by_role: `devices: n` means devices 0 to n-1, and roles set their `offload`. colocated: all roles share devices. split: models that
-    train or score share some, engines have others. pairs: actor and reference share some, critic and reward models others, engines have the
-    rest. apart: every role has separate devices."""
+    """by_role: `devices: n` means devices 0 to n-1, and roles set `offload`. colocated: all roles share devices. split: models that train
+    or score share devices, engines have others. pairs: actor and reference share devices, critic and reward models others, engines have the
+    rest. apart: each role has its own."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes. The run takes nodes with free devices: the driver's first, the others in order of address. It fails at its start if
-    the cluster has too few. null: the first nodes with room; `devices` cannot name nodes then."""
+    """Number of nodes, taken from those with free devices: the driver's first, then by address. With too few, the run fails at its start.
+    null: the first nodes with room; `devices` cannot name nodes then."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each node. Those of node n are numbered from n * devices_per_node."""
     fill: Literal["pack", "spread"] = "pack"
@@ -28,5 +27,5 @@ class PlacementConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes; 0 if `nodes` is null."""
+        """Devices of all nodes; 0 if `nodes` is null."""
         return (self.nodes or 0) * self.devices_per_node
