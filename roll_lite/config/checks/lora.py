@@ -15,7 +15,7 @@ from roll_lite.models.model_files import weight_shapes
 
 
 def _layers(config: RunConfig) -> Mistakes:
-    """Check that tensor parallelism can split the adapted layers, and that adapters of experts are merged for engines."""
+    """Check parallel sizes of adapted layers, and adapters of experts in engines."""
     lora, strategy, shape = config.actor_train.lora, config.actor_train.strategy, known_shape(config.model.path)
     if lora is None or shape is None:
         return

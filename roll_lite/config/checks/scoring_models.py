@@ -1,4 +1,4 @@
-"""Checks of reward models and judges: valid name, used by a reward, valid folder."""
+"""Checks of reward models and judges."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check that the reward model or judge at `path` has a valid name, and that a reward of type `reward` names it in its argument
-    `argument`. If a misspelt reward or name may mean it, only that misspelling is reported, by another check."""
+    """Check the model's name, and that a reward of type `reward` names it in `argument`, unless a misspelling that another check reports
+    may mean it."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():

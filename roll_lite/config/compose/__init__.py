@@ -1,1 +1,1 @@
-"""Merging of files and overrides into one tree of plain data."""
+"""Merging of files and overrides."""
