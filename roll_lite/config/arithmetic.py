@@ -50,7 +50,7 @@ class PassArithmetic:
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows on the fullest rank, if all rows are equally long."""
+    """Rows on the fullest rank if all are equally long."""
     most_rows: int
     """Maximum rows on a rank: all other ranks have one."""
     longest: int
@@ -83,10 +83,10 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average; a step differs by less than two."""
+    """Average; the prompts of one step differ by less than two."""
     samples_per_prompt: int
     max_tokens: int
-    """Prompt plus response."""
+    """Maximum tokens of prompt plus response."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -98,7 +98,7 @@ class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Role -> schedule in words."""
+    """Role -> learning-rate schedule in words."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
@@ -120,7 +120,7 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
-        raise Refused("devices")  # a node that does not exist, reported by config/placement.py
+        raise Refused("devices")  # no such node; config/placement.py reports it
     return tuple(one for one in devices if isinstance(one, int))
 
 
@@ -173,7 +173,6 @@ def aggregation_constant(config: RunConfig) -> int | None:
 
 
 def updates(config: RunConfig, role: str) -> int:
-    """Optimizer steps of a role in the run."""
     steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
     return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
@@ -189,7 +188,7 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
 
 
 def sleep_of_engines(config: RunConfig) -> Sleep:
-    """Skip the copy if full weight updates follow every load."""
+    """Keep no weight copy if full weight updates follow every load."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"
@@ -203,7 +202,7 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Required divisor of the micro-batch count: the pipeline size if stages are interleaved."""
+    """Required divisor of the micro-batch count: the pipeline size if stages are interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
@@ -257,7 +256,6 @@ def generates_ahead(config: RunConfig) -> bool:
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """KL terms with a positive coefficient, by key in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -380,7 +378,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. A domain's prompts differ from a fractional average by less than two."""
+    """Maximum samples of a step. A domain's prompts vary around a fractional average by less than two."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -395,5 +393,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows on the fullest rank: if all rows are equally long, and if all other ranks have one row."""
+    """Return the fullest rank's rows in two cases: equally long rows, one row on each other rank."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

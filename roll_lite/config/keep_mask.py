@@ -1,6 +1,6 @@
 """Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw.
 
-Engines report log-probs of the likeliest tokens; minus infinity marks tokens outside the mask.
+Minus infinity marks log-probs of tokens outside the mask.
 """
 
 from __future__ import annotations

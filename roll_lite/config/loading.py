@@ -39,10 +39,10 @@ def load_config(
     weights: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
-    """Load a configuration, shipped or in `folder`. ConfigError lists all mistakes.
+    """Load a configuration, shipped or in `folder`. Raises ConfigError with all mistakes.
 
-    `files`: if False, neither read nor download models and data. `weights`: download missing weights once all checks pass. `tell`: receives
-    lines about downloads and replaced shipped configurations.
+    `files`: if False, neither read nor download models and data. `weights`: download missing weights after all checks. `tell`: receives
+    notes on downloads and replaced files.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:

@@ -34,7 +34,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
             numbers = _numbers(config.placement, by_role)
             config = _changed(config, by_role, numbers)
             problems = list(_impossible(config.placement, roles(config)))
-    except Refused:  # a check of the schema has reported it
+    except Refused:  # reported by a check of the schema
         return config, []
     return config, problems
 
@@ -86,7 +86,7 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Count devices by role. Default: the group's highest count, else all devices if `is_alone` without judges, else 1."""
+    """Count devices by role. Default: the group's highest count; without one, all devices if `is_alone` (judges: 1), else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -183,7 +183,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that an engine is on one node or, if too large, has equally many devices on each of its nodes."""
+    """Check that an engine is on one node, or equally on several if too large."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"
@@ -211,5 +211,4 @@ def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """Split an engine's devices by node."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

@@ -49,7 +49,7 @@ def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dic
 def works(config: RunConfig, phase: Phase, name: str) -> bool:
     role = kind(name)
     if role in ("actor_infer", "reward_models", "judges") and config.rollout.supply != "sync" and config.mode == "full":
-        return True  # they work all the time
+        return True  # always in use
     if phase is Phase.GENERATE and config.rollout.stream_log_probs and works(config, Phase.LOG_PROBS, name):
         return True
     if phase is Phase.LOG_PROBS and role == "actor_train":
@@ -58,7 +58,7 @@ def works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Turn number (from 1) of roles that take turns on devices, if all turns are equally long."""
+    """Turn number (from 1) of roles that take turns on devices."""
     presence = PHASES[phase]
     working = [name for name in presence.parts if presence.in_turns and name in by_role and works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}

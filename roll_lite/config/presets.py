@@ -38,5 +38,5 @@ def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]
     merge(full, domain, path)
     sampling, filters = full.get("sampling"), full["data"].setdefault("filter", {})
     if isinstance(filters, dict) and isinstance(sampling, dict) and isinstance(longest := sampling.get("max_prompt_tokens"), int):
-        filters.setdefault("prompt_tokens", [1, longest])  # longer prompts are left out, and counted
+        filters.setdefault("prompt_tokens", [1, longest])  # drops longer prompts, and reports how many
     return full

@@ -17,7 +17,7 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login. One slash suffices, since paths drop the second."""
+"""Address with a login. One slash suffices: converting an address to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 """Login without a scheme."""
 KEY = re.compile(
@@ -31,7 +31,7 @@ ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOT
 """Secret in unparsable text."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Replaces secrets in a saved configuration."""
+"""Placeholder of secrets in a saved configuration."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -41,7 +41,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """No value to show; None would be shown as null."""
+    """Type of NO_VALUE: no value to show. None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -70,7 +70,7 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""Problem, or (YAML path, message)."""
+"""Problem, or pair (YAML path, message)."""
 
 
 class Missing(Problem):
@@ -122,7 +122,7 @@ def show(value: Any, path: str = "") -> str:
     """Format a value for messages, shortened and without secrets."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
-    except (ValueError, TypeError, RecursionError):  # a number of thousands of digits, keys that are paths, a list that contains itself
+    except (ValueError, TypeError, RecursionError):  # huge integer, keys that are paths, list that contains itself
         text = f"({type(value).__name__})"
     text = printable(without_logins(text))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
@@ -142,7 +142,6 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """List similar names, closest first."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 

@@ -1,4 +1,4 @@
-"""Validate plain data against the schema; collect all mistakes and build the valid part.
+"""Validate plain data against the schema and collect all mistakes.
 
 Pydantic checks only single values: its error locations name union members, not YAML paths, and one wrong value prevents the whole object.
 """
@@ -34,14 +34,13 @@ OTHERS_NAMES = {
 
 
 class _Invalid:
-    """Type of _INVALID, a refused value."""
+    """Type of _INVALID, which stands for a refused value."""
 
 
 _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Return the valid part and all problems."""
     return section_from(RunConfig, data, (), broken)
 
 
@@ -117,7 +116,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report misspelt entries: no required key, and a name close to a complete entry's."""
+        """Report misspelt entries: no required key, name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -143,7 +142,7 @@ class _Walker:
         by_name = {word_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
-            # Short forms are sections by now; a text comes from an interpolation.
+            # Short forms are already expanded; a text here comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
             return None
@@ -197,7 +196,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Section classes of a field (none for a plain value, several for a union), and their container."""
+    """Section classes of a field (none: plain value, several: union), and their container."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -271,8 +270,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: an inherited mapping entry, or a setting with a default that cannot be null, if inherited or a
-    section."""
+    """True if null removes the key: an entry of a mapping set by an earlier layer (`inherited`), or a setting that falls back to its
+    default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

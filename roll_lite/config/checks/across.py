@@ -45,7 +45,7 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find problems beyond the schema. `files`: if False, skip files and GPUs."""
+    """Find problems beyond the schema. `files`: if False, skip checks of files and GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -76,7 +76,6 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that samples divide into equal mini-batches, also if domains differ in group size."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -216,7 +215,6 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
 
 
 def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
-    """Check a learning-rate schedule of `total` optimizer steps."""
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
     if warmup >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
@@ -227,7 +225,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report misspelt names; other unknown names may be removed domains."""
+    """Report misspelt names in `simulation.domains`; others may be removed domains."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

@@ -1,5 +1,3 @@
-"""Checks of the section `algorithm`."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -22,7 +20,6 @@ TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
 
 
 def compares_groups(config: RunConfig) -> bool:
-    """True if advantages compare samples of a prompt."""
     advantage = config.algorithm.advantage
     return advantage.name in COMPARES_GROUPS or (isinstance(advantage, ReinforcePlusPlusAdvantageConfig) and advantage.baseline == "group")
 

@@ -1,5 +1,3 @@
-"""Checks of files that a configuration names."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -57,7 +55,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
     """Mistake in a model's safetensors, or None. Without `hf`, only a value head is checked."""
-    if lacks_weights(folder):  # checked once they are downloaded
+    if lacks_weights(folder):  # checked after the download
         return None
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
@@ -94,7 +92,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder, yield its problem, return (shape, HfConfig). HfConfig is None if the model cannot be trained."""
+    """Read a model folder, yield its problem, return (shape, HfConfig). Unreadable: both None; untrainable: HfConfig None."""
     shape = None
     try:
         shape = read_model_shape(folder)

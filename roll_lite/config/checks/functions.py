@@ -1,7 +1,5 @@
-"""Check that a dotted path leads to a function with fitting arguments.
-
-Modules are parsed, not imported: an import might load torch or start a client.
-"""
+"""Check that a dotted path leads to a function with fitting arguments, without importing it: an import might load torch or start a
+client."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def parameters_of(name: str) -> set[str]:
     """Parameters after the first that can be passed by name."""
     try:
         found = _definition(name)
-    except ValueError:  # check_function reports it
+    except ValueError:  # reported by check_function
         return set()
     return _by_name(found.args) if isinstance(found, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) else set()
 
@@ -102,7 +100,7 @@ def _located(module_name: str) -> ModuleSpec:
         spec = find_spec(top)
     except (ValueError, ImportError):  # a module loaded in an unusual way, such as __main__, has no spec
         spec = None
-    spec = spec or PathFinder.find_spec(top, [str(Path.cwd())])  # searched too at the start of a run
+    spec = spec or PathFinder.find_spec(top, [str(Path.cwd())])  # runs search the current folder too
     if spec is None:
         raise ValueError(f"there is no module {top!r} importable from {Path.cwd()} or a folder on PYTHONPATH")
     found = top
@@ -116,7 +114,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield bound names, also inside `if`, `try` and `with`, with values; None if known only at run time."""
+    """Yield names bound by statements, with values; None if known only at run time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -19,7 +19,6 @@ SGLANG_FP8 = ("qwen2", "qwen3")
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes of vLLM's attention on CPUs."""
 
 
 def no_gpus(config: RunConfig) -> bool:
@@ -86,11 +85,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Largest float32 run, in processes, without a note about missing GPUs."""
+"""Maximum processes of a float32 run without a note about missing GPUs, even on fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note if no GPUs are visible but the run seems meant for them: bfloat16, or more processes than cores."""
+    """Note if no GPUs are visible for a bfloat16 run, or for more processes than cores."""
     if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

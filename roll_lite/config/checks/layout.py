@@ -240,7 +240,6 @@ LAYOUT_CHECKS = (
 
 
 def devices_are_there(config: RunConfig) -> Mistakes:
-    """Check that this machine has the configured GPUs."""
     if not gpus_visible() or is_elsewhere(config):
         return
     there = gpu_count()
@@ -253,7 +252,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Note pairs on the same GPUs that both stay loaded, or of which an engine stays."""
+    """Note roles that share GPUs if both stay loaded, or if an engine stays loaded."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -43,7 +43,7 @@ RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """Settings that examples/recompute.py cannot recompute."""
+    """Settings that `examples/recompute.py` cannot recompute."""
     lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
@@ -108,7 +108,6 @@ def weight_counts(folder: Path) -> tuple[int, int]:
 
 
 def host_memory_notes(config: RunConfig) -> list[str]:
-    """Note the host memory of the fullest node."""
     nodes = config.placement
     found: dict[str, float] = {}
     try:
@@ -116,7 +115,7 @@ def host_memory_notes(config: RunConfig) -> list[str]:
             devices = device_numbers(roles(config)[name].devices)
             most = max(Counter(number // nodes.devices_per_node for number in devices).values()) if is_elsewhere(config) else len(devices)
             found[name] = size * most / len(devices) / GIB
-    except ValueError:  # the model cannot be read, which is told elsewhere
+    except ValueError:  # unreadable model, reported elsewhere
         return []
     needed = sum(found.values())
     if needed < 1:

@@ -1,5 +1,3 @@
-"""Checks of rollouts and environments."""
-
 from __future__ import annotations
 
 import shutil

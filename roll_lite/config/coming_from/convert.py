@@ -206,7 +206,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
         before += line.removesuffix("\\")
         try:
             words = shlex.split(_filled(before, variables), comments=True)
-        except ValueError:  # a quotation that ends in a later line
+        except ValueError:  # the quotation ends in a later line
             before += "\n"
             continue
         before = ""

@@ -1,7 +1,4 @@
-"""Merge configuration files, with `defaults:` lists and overrides as in Hydra.
-
-Hydra itself would stop at the first mistake and refuse keys that no file sets.
-"""
+"""Merge configuration files and overrides like Hydra, but collect all mistakes and accept keys that no file sets."""
 
 from __future__ import annotations
 
@@ -30,15 +27,13 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """Merged configuration, with `${...}` resolved."""
-
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
     """Paths of unresolvable values; the root if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Path -> (text, value), for values from environment variables."""
+    """Path -> (text in the file, value), for values from environment variables."""
     hidden: list[str]
     """Notes on replaced shipped files."""
 
@@ -85,7 +80,7 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken; by default the root, after which no setting counts as missing."""
+        """Report a problem and mark a path as broken, by default the root."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
@@ -166,7 +161,7 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
                 domains[name] = expanded(domain, path)
             except ValueError as error:
                 composer.refuse(dotted((*path, "data", "preset")), str(error), data["preset"], (*path, "data"))
-                composer.broken.add((*path, "reward"))  # is not missing
+                composer.broken.add((*path, "reward"))  # so that it does not count as missing
 
 
 def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:

@@ -12,7 +12,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at, word_of
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand short forms: `sglang` becomes `{name: sglang}`. Adds the new keys' line numbers to `lines`."""
+    """Expand short forms: `sglang` becomes `{name: sglang}`. `lines` gets the new keys' line numbers."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -24,7 +24,7 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True for a word that stands for a section. An interpolation may give a whole section."""
+    """True for a word that stands for a section, not for an interpolation."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 

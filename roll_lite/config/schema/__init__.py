@@ -1,1 +1,1 @@
-"""Schema of the configuration: typed, strict, frozen. `make docs` writes docs/configuration.md from it."""
+"""Schema of the configuration; `make docs` writes docs/configuration.md from it."""

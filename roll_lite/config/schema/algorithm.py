@@ -1,4 +1,4 @@
-"""Section `algorithm` and its parts: KL, reward shaping, masks, supervised data."""
+"""Section `algorithm` and its parts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """KL coefficient that changes once per step: up if KL is above the target, down if below."""
+    """KL coefficient that rises while KL is above the target, and falls while below."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures KL by its estimator (k3 for abs), kl_in_loss by k3
-    (exactly for full)."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures by its estimator (k3 for abs), kl_in_loss by k3 or
+    full."""
     horizon: PositiveFloat = 10000.0
-    """Samples over which the coefficient changes by at most about 20%; larger is slower. One step changes it by at most 20%."""
+    """Samples over which the coefficient changes by at most 20%; larger is slower."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -44,8 +44,7 @@ class KlInRewardConfig(Section):
     coef: NonNegativeFloat = 0.0
     """Weight of KL; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """KL estimator: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact sum over the
-    vocabulary."""
+    """KL estimator: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact over the vocabulary."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
     """Fixed or adaptive weight."""
 
@@ -59,8 +58,7 @@ class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
     """KL estimator, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use an unbiased estimate of the gradient of KL(policy || reference), not the gradient of the KL estimate. Tokens of an older policy
-    get importance weights."""
+    """Use an unbiased gradient of KL(policy || reference), not the gradient of the estimate."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -73,8 +71,7 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples that give mean and standard deviation. batch: the step's training samples. group: all samples of the prompt. running: all
-    training samples of the run so far, including this step's."""
+    """Samples for mean and standard deviation. batch: all of the step. group: all of the prompt. running: all so far."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -88,82 +85,79 @@ class RewardNormalizationConfig(Section):
 
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
-    """linear: subtract coef * tokens / max_tokens. group: add coef/2 to the group's shortest response, falling to -coef/2 for the longest;
-    incorrect samples get at most 0."""
+    """linear: subtract coef * tokens / max_tokens. group: add coef/2 for the group's shortest response, falling to -coef/2 for its longest,
+    at most 0 for incorrect samples."""
     coef: PositiveFloat
     """Strength of the penalty."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment: penalty for responses near max_tokens."""
+    """DAPO's soft overlong punishment, for responses near max_tokens."""
 
     buffer_tokens: PositiveInt
-    """Tokens before max_tokens over which the penalty grows linearly from 0."""
+    """Tokens before max_tokens over which the penalty grows linearly."""
     penalty: PositiveFloat = 1.0
     """Penalty at max_tokens."""
 
 
 class RewardShapingConfig(Section):
-    """Steps from score to reward, in this order: format bonus, length penalty, truncation penalty, overlong penalty, scale, clip,
-    normalisation, domain weight."""
+    """Steps from score to reward: format bonus, length, truncation and overlong penalties, scale, clip, normalisation, domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
-    """Penalty for long responses; null: none."""
+    """Penalty for long responses."""
     overlong: OverlongConfig | None = None
-    """Penalty for responses near max_tokens; null: none."""
+    """Penalty for responses near max_tokens."""
     scale: PositiveFloat = 1.0
     """Factor of all rewards."""
     clip: PositiveFloat | None = None
     """Limit rewards to [-clip, clip]; null: off."""
     normalize: RewardNormalizationConfig | None = None
-    """Normalisation of rewards; null: none."""
+    """Normalisation of rewards."""
 
 
 class MasksConfig(Section):
-    """Exclusion of samples from training. Excluded samples still count in their group's baseline and in metrics by domain."""
+    """Exclusion of samples from training. Excluded samples still count in group baselines."""
 
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Samples cut at max_tokens or max_turns. keep: train. mask: exclude. penalize: train, with truncated_penalty subtracted from the
-    reward."""
+    """Samples cut at max_tokens or max_turns. keep: train. mask: exclude. penalize: train with truncated_penalty."""
     truncated_penalty: PositiveFloat = 1.0
-    """Penalty of `truncated: penalize`."""
+    """Amount that penalize subtracts from the reward."""
     group_mean: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Train only groups with a mean score in this inclusive range; null: all."""
+    """Train only groups with a mean score in this inclusive range."""
     response_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Train only responses with a token count in this inclusive range; null: all."""
+    """Train only responses with a length in this inclusive range."""
     function: str | None = None
     """Dotted path to your function `RewardRows -> weights [samples]` (docs/algorithms.md). Weights multiply losses; 0 excludes a sample."""
 
 
 class PtxDataConfig(Section):
     train: DataPath | Annotated[list[DataPath], Field(min_length=1)]
-    """Training data: .jsonl, .parquet, a folder, hf://..., or a list of these, read in order."""
+    """Data: .jsonl, .parquet, a folder, hf://..., or a list of these."""
     prompt: str = "prompt"
-    """Column with the prompt (string or chat messages), or with the text to learn if `answer` is null."""
+    """Column with the prompt (string or chat messages)."""
     answer: str | None = "answer"
-    """Column with the text to learn; null: learn the prompt, as in pre-training."""
+    """Column with the text to learn; null: learn the prompt (pre-training)."""
 
 
 class PtxConfig(Section):
-    """Supervised loss added to the actor's loss in every optimizer step (PPO-ptx): coef * mean cross-entropy of the tokens to learn, at
-    temperature 1."""
+    """Supervised loss in the actor's optimizer steps (PPO-ptx): coef * mean cross-entropy at temperature 1."""
 
     data: PtxDataConfig
-    """Data to learn. Each epoch uses every row once in a seeded order, which a resumed run continues."""
+    """Data to learn, in a seeded order that resumed runs continue."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
     """Template of the prompt; answer and end of sequence follow."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
-    """Rows per optimizer step, packed into micro-batches with the policy's samples."""
+    """Rows per optimizer step, packed with the policy's samples."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Maximum tokens of prompt and answer; longer rows are cut at the end."""
+    """Maximum tokens of prompt and answer; longer rows are cut."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """DomainConfig with this data and template, for functions that load and check domain data."""
+        """DomainConfig with this data and template, to load and check them."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
-        sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
+        sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
 
 
@@ -175,22 +169,20 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)
     """Advantage estimator."""
     whiten_advantages: bool = False
-    """Normalise advantages to mean 0 and variance 1 over all sampled tokens of the batch."""
+    """Normalise advantages to mean 0 and variance 1 over the batch's sampled tokens."""
     policy_loss: PolicyLossConfig = Field(default_factory=PpoLossConfig)
     """Policy loss."""
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Correction for different log-probs in engine and trainer; null: none."""
+    """Correction for different log-probs in engine and trainer."""
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over tokens. sequence_mean_token_mean: mean over
-    sequences of token means. sequence_mean_token_sum: mean over sequences of token sums. constant: the same, each sum divided by
-    aggregation_constant."""
+    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over tokens. sequence_mean_token_mean,
+    sequence_mean_token_sum: mean over sequences of token means or sums. constant: the latter, divided by aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """Unit that `aggregation` counts as one sequence, if an agent's requests branch and a sample has several rows. sample: all its rows
-    together. row: each row, so samples with more rows count more."""
+    """Sequence of `aggregation` if a sample has several rows (an agent's requests branch). sample: all its rows. row: each row."""
     aggregation_constant: PositiveInt | None = None
-    """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens of all domains."""
+    """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
     """KL(policy || reference) subtracted from every token's reward."""
     kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
@@ -198,22 +190,20 @@ class AlgorithmConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; 0: off."""
     ptx: PtxConfig | None = None
-    """Supervised loss on a data set; null: none."""
+    """Supervised loss on a data set."""
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
-    """Source of old log-probs. recompute: an extra forward pass before the updates. current: the training pass, detached; only with one
-    update per batch. rollout: the engine."""
+    """Source of old log-probs. recompute: an extra forward pass. current: the training pass, detached. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts used in the actor's updates (models with experts). none: the router chooses anew. train: the experts of the pass for old
-    log-probs. rollout: the engine's, also in that pass. The router still learns, since its probabilities weight the experts' outputs."""
+    """Experts of the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: the engine's, in that pass
+    too. The router still learns, as its probabilities weight the experts."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats, averaged over an update's tokens. If an update exceeds it or gives NaN, the actor skips its
-    remaining updates of the step. Updates skipped for a non-finite loss or gradient are not checked. null: no limit."""
+    """Limit of KL(old || new), in nats per token. After an update that exceeds it, the actor skips its remaining updates of the step."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start that train only the critic."""
+    """First steps, which train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:

@@ -1,4 +1,4 @@
-"""Base class of configuration sections, the `rule` decorator of their checks, and shared field types."""
+"""Base class of sections, their `rule` decorator, and shared field types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def from_current_folder(path: Path) -> Path:
     """Make a path absolute, since workers may run in another folder. A missing `examples/...` is looked up in the package. ValueError if
-    the home folder (`~name`) does not exist or the path cannot be inspected."""
+    the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -54,7 +54,7 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
 def _as_written(path: Any) -> str:
-    if not isinstance(path, Path):  # of a union, another member
+    if not isinstance(path, Path):  # another member of a union
         raise PydanticSerializationUnexpectedValue("no path")
     return written(path)
 
@@ -71,10 +71,10 @@ class Refused(Exception):
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """List the items that an iterator yields before it ends or raises Refused."""
+    """List items until the iterator ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
-        mistakes.extend(found)  # keeps those before the exception
+        mistakes.extend(found)  # keeps the items before the exception
     return mistakes
 
 
@@ -95,7 +95,7 @@ def _rules(cls: type) -> list[Rule]:
 
 
 class Section(BaseModel):
-    """Base class of sections. Unknown keys are refused, values are frozen."""
+    """Base class of sections: no unknown keys, frozen values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -107,7 +107,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Run the section's rules. A rule that reads an invalid field stops there; other rules still run."""
+        """Run the section's rules. A rule stops at an invalid field; others still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

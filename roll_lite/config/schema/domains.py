@@ -1,4 +1,4 @@
-"""Sections of domains (data, template, sampling, reward) and of rollouts."""
+"""Sections of domains and of rollouts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from roll_lite.config.text_templates import compile_format, placeholders
 
 
 class DataFilterConfig(Section):
-    """Row selection. A run prints at its start how many rows are dropped."""
+    """Row selection."""
 
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range. null: all."""
+    """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
-    """Column for difficulty_range, such as a model's share of correct samples. Only `train` needs it."""
+    """Column for difficulty_range, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Keep training prompts with a difficulty in this inclusive range; held-out prompts are all kept. null: all."""
+    """Keep training prompts, not held-out ones, with a difficulty in this inclusive range."""
 
     @rule
     def _column(self) -> Mistakes:
@@ -43,20 +43,18 @@ DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     preset: str | None = None
-    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings apply where the domain has none; your own `train` and
-    `validation` need its columns."""
+    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings apply where the domain has none."""
     validation_preset: str | None = None
     """Preset of `validation`, if different."""
     train: DataFiles
     """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
-    hf://owner/name/configuration?split=train (docs/data.md). A list is read in order. A mapping of paths to shares mixes files: each
-    supplies its share of prompts, regardless of its number of rows."""
+    hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to shares."""
     validation: DataFiles | None = None
-    """Held-out prompts in the same forms; all are used, shares have no effect. null: none."""
+    """Held-out prompts in the same forms; all are used, without shares."""
     tag: str | None = None
-    """Column with the row's tag, if domains share files; null: all rows belong to this domain."""
+    """Column with the row's tag, if domains share files."""
     tags: list[str] = Field(default_factory=list)
-    """Tags of this domain's rows. A tag that no domain lists is an error."""
+    """Tags of this domain's rows. A tag in no domain is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
     """Selection of rows."""
     prompt: str = "prompt"
@@ -64,12 +62,11 @@ class DataConfig(Section):
     answer: str | None = "answer"
     """Column with the reference answer; null: none."""
     weight: str | None = None
-    """Column with the loss weight of a prompt's samples; null: all 1."""
+    """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order. Then other domains fill this domain's part of the batch; if none has prompts left,
-    the run fails. null: unlimited."""
+    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of the batch."""
     report_by: str | None = None
-    """Column of held-out prompts, such as level or subject. Validation is also reported by its values (at most 50)."""
+    """Column of held-out prompts, such as level, by whose values (at most 50) validation is also reported."""
 
     def preset_of(self, split: str) -> str | None:
         return self.preset if split == "train" else self.validation_preset or self.preset
@@ -102,6 +99,7 @@ class ChatTemplateConfig(Section):
 TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discriminator="name")]
 
 
+# Range of vLLM, which raises lower temperatures to 0.01 and refuses higher ones.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
 
 
@@ -113,17 +111,17 @@ class SamplingConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from the k likeliest tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drop tokens less probable than this share of the likeliest token's probability; 0: off."""
+    """Minimum probability relative to the likeliest token's; 0: off."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens, template included. A longer prompt is an error; data.filter.prompt_tokens drops it."""
+    """Longest prompt in tokens, template included; longer ones are an error (data.filter.prompt_tokens)."""
     max_tokens: PositiveInt = 1024
     """Longest response in tokens; longer ones are truncated."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
-    """Texts that end a response and stay in it. Texts completed within the first min_tokens tokens are ignored."""
+    """Texts that end a response and stay in it; ignored within the first min_tokens tokens."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Token ids that end a response and stay in it, besides the model's end of sequence."""
+    """Token ids that end a response and stay in it, besides the end of sequence."""
 
     @rule
     def _limits(self) -> Mistakes:
@@ -141,7 +139,7 @@ _HeldOutTemperature = Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE), Aft
 
 
 class HeldOutSamplingConfig(Section):
-    """Sampling of a domain's held-out prompts. null fields take their values from validation.sampling."""
+    """Sampling of a domain's held-out prompts; null fields use validation.sampling."""
 
     temperature: _HeldOutTemperature | None = None
     """Sampling temperature; 0: greedy."""
@@ -158,11 +156,11 @@ class HeldOutSamplingConfig(Section):
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] | None = None
     """Texts that end a response and stay in it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    """Token ids that end a response, besides the model's end of sequence."""
+    """Token ids that end a response, besides the end of sequence."""
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts in all domains. null fields take their values from the domain's `sampling`."""
+    """Sampling of held-out prompts; null fields use the domain's `sampling`."""
 
     temperature: _HeldOutTemperature = 1.0
     """Sampling temperature; 0: greedy."""
@@ -172,20 +170,20 @@ class FormatConfig(Section):
     """Bonus or penalty for a response's format, independent of its correctness."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
-    """Regular expression searched in the response; `.` matches line breaks. Anchor with ^ and $ to match the whole response."""
+    """Regular expression searched in the response; `.` matches line breaks."""
     bonus: float = 0.1
     """Bonus for matching responses."""
     penalty: NonNegativeFloat = 0.0
-    """Penalty, subtracted from the score of other responses."""
+    """Penalty for responses that do not match."""
 
 
 class RewardTermConfig(Section):
     name: str
-    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are made for terms."""
+    """Reward type (docs/rewards.md) or dotted path."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
-    """Factor of this reward in the sum; negative: a penalty."""
+    """Factor of this reward; negative: a penalty."""
 
     @rule
     def _weighs(self) -> Mistakes:
@@ -194,7 +192,7 @@ class RewardTermConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scoring by a built-in type or your function, plus further terms."""
+    """Scoring by a built-in type or your function."""
 
     name: str
     """Built-in type (docs/rewards.md), or dotted path to your sync or async function `sample -> score`, which may also take a list of
@@ -202,11 +200,11 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Further rewards, added with their weights. Only the main reward (`name`) decides whether a sample is correct."""
+    """Further rewards, added with weights. Only `name` decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds for an attempt to score a sample."""
+    """Seconds for one attempt to score a sample."""
     start_timeout_s: PositiveFloat = 120.0
     """Seconds for a worker to start and import the function."""
     retries: Annotated[int, Field(ge=0)] = 1
@@ -228,7 +226,7 @@ class DomainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
-    """Sampling of held-out prompts; null fields take their values from validation.sampling."""
+    """Sampling of held-out prompts; null fields use validation.sampling."""
     environment: EnvironmentConfig | None = Field(default=None, discriminator="name")
     """Environment of multi-turn episodes; null: one response per prompt."""
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(name=ENVIRONMENT_REWARD))
@@ -261,23 +259,23 @@ def rewards_turns(domain: DomainConfig) -> bool:
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Measure of a group -> default bounds (above, below) for training; None: no bound."""
+"""Group measure -> default bounds (above, below); None: no bound."""
 
 
 class GroupFilterConfig(Section):
-    """Dynamic sampling (DAPO): drop groups without a learning signal and generate other prompts until the batch is full."""
+    """Dynamic sampling (DAPO): replace groups without a learning signal by others until the batch is full."""
 
     name: str = "accuracy"
-    """Group measure: accuracy (share of correct samples), or mean or std of scores. Or dotted path to your function `SampleGroup -> bool`:
-    True if the group trains."""
+    """Group measure: accuracy (share of correct samples), mean or std of scores; or dotted path to your function `SampleGroup -> bool`,
+    True to train."""
     above: float | None = None
-    """Train only groups with a measure above this. null: 0 for accuracy and std, no bound for mean."""
+    """Train only groups with a larger measure. null: 0 for accuracy and std."""
     below: float | None = None
-    """Train only groups with a measure below this. null: 1 for accuracy, no bound for mean and std."""
+    """Train only groups with a smaller measure. null: 1 for accuracy."""
     tries: PositiveInt = 10
-    """Maximum prompts that a domain tries for a batch, as a multiple of its groups in the batch."""
+    """Maximum prompts of a domain for a batch, as a multiple of its groups in the batch."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
+    """Action after `tries`. fail: end the run. continue: train the passing groups."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -306,44 +304,38 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Responses per prompt (group size)."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds to generate a response, without time in the engine's queue and during weight updates."""
+    """Seconds to generate a response, without queueing and weight updates."""
     retries: Annotated[int, Field(ge=0)] = 2
     """Generation retries before a sample counts as failed."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts per hour of the rollout service after it died or hung; then the run ends. Unfinished prompts start again; if updates
-    were under way, the run returns to the newest checkpoint."""
+    """Maximum restarts per hour of a dead or hung rollout service; then the run ends. Unfinished prompts start again."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
-    """Overlap of generation and training. sync: alternating. one_step_off: the next batch is generated while one trains. async: engines
-    always generate, at most max_staleness steps ahead."""
+    """Overlap of generation and training. sync: none. one_step_off: the next batch is generated while one trains. async: engines always
+    generate, up to max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Maximum steps between the weights that generate a sample and those it trains. Training waits for samples that would be too old for
-    the next batch; samples beyond the limit are dropped, their prompts generated again. null: 0 for sync, else 1."""
+    """Maximum steps between the weights that generate a sample and those it trains. Older samples are dropped and generated again. null: 0
+    for sync, else 1."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """Treatment of running responses at a weight update. drain: the update waits for them. pause: they continue in their engine, which
-    recomputes the KV cache. abort: they continue in any engine. null: abort if engines offload, else drain for one_step_off, pause for sync
-    and async."""
+    """Treatment of running responses at a weight update. drain: wait for them. pause: they stay in their engine, which recomputes the KV
+    cache. abort: any engine continues them. null: abort if engines offload, else drain for one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with `supply:
-    sync`."""
+    """Prompts started, as a multiple of the batch, so that slow or filtered groups delay it less. Only with `supply: sync`."""
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Maximum tokens in an engine's requests: prompts plus expected responses. An engine at the limit gets no further request. null: only
-    max_running_requests counts."""
+    """Maximum tokens of an engine's requests, counting prompts and expected responses. null: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups during generation. Their models must not share devices with engines."""
+    """Compute log-probs and values of finished groups during generation. Needs separate devices."""
     dump: bool = False
-    """Write every batch (tokens, log-probs, texts) to the run's `dumps/` (docs/replay.md). `mode: rollout_only` always does."""
+    """Write every batch (tokens, log-probs, texts) to the run's `dumps/` (docs/replay.md)."""
     keep_mask: bool = False
-    """Record which tokens top-k, top-p and min-p allowed at each position, and normalise training log-probs over them, as the engine
-    does."""
+    """Record which tokens top-k, top-p and min-p allowed, and normalise training log-probs over them."""
     on_mismatch: Literal["end", "pause"] = "end"
-    """Action if engine and trainer log-probs differ too much (max_mismatch). end: end the run. pause: wait with everything loaded until you
-    delete paused.txt in the run's folder, then continue."""
+    """Action if engine and trainer log-probs differ too much (max_mismatch). end: end the run. pause: wait until you delete the run's
+    paused.txt."""
     max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
-    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens; more means that they hold different
-    models. Checked in the first batch, then in each engine's samples from current weights, also against earlier steps and other engines
-    (several times as much counts). auto: 0.01 if both compute in float32, else 0.2; bfloat16 usually gives 0.01 to 0.05. null: no check."""
+    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens; more, or a jump, means that they hold
+    different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

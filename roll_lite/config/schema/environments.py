@@ -1,4 +1,4 @@
-"""Sections of environments, which answer the policy's responses over several turns."""
+"""Sections of environments, which answer the policy over several turns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
 
 class EnvironmentSection(Section):
-    """Settings that all environments have."""
-
     max_turns: PositiveInt = 8
-    """Maximum responses in an episode. A longer episode ends with finish reason max_turns."""
+    """Maximum responses in an episode; then it ends with finish reason max_turns."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest response of one turn in tokens. null: only sampling.max_tokens applies, to all tokens after the first prompt."""
+    """Longest response of one turn in tokens. sampling.max_tokens limits all tokens after the first prompt."""
     turn_timeout_s: PositiveFloat = 60.0
-    """Seconds for the environment to answer a response; then the attempt fails."""
+    """Seconds for the environment's answer."""
     rewards: Literal["sum", "last", "per_turn"] = "sum"
-    """Score of an episode. sum: sum of its responses' rewards. last: the last response's reward. per_turn: the sum, but training gives each
-    response's reward to its own last token; needs advantage reinforce, reinforce_plus_plus, gae, gigpo or custom."""
+    """Score of an episode: sum or last of its responses' rewards. per_turn: the sum, but training gives each reward to its response's last
+    token; needs advantage reinforce, reinforce_plus_plus, gae, gigpo or custom."""
     workers: PositiveInt = 1
     """Processes that run this domain's episodes."""
     parallel: PositiveInt = 256
@@ -38,7 +36,7 @@ class FunctionEnvironmentConfig(EnvironmentSection):
 
     name: Literal["function"]
     function: str
-    """Dotted path to a class with `reset` and `step`, or to an async function `(task, policy)`."""
+    """Dotted path to a class with `reset` and `step`, or async function `(task, policy)`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
 
@@ -48,13 +46,13 @@ class PythonToolConfig(Section):
 
     name: Literal["python"]
     timeout_s: PositiveFloat = 10.0
-    """Seconds for a call. Then the code gets a KeyboardInterrupt; if it ignores that, the interpreter is killed."""
+    """Seconds for a call; then the code gets a KeyboardInterrupt."""
     memory_mb: PositiveInt = 512
     """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
-    """Column with the files of the interpreter's folder: {file name: text}, or null. null: no files."""
+    """Column with files for the interpreter's folder: {file name: text}, or null."""
     python_path: list[UserPath] = Field(default_factory=list)
-    """Folders that code may import from, besides the standard library."""
+    """Folders that code may import from."""
     allow_unprotected: bool = False
     """Run code even if it cannot be isolated."""
 
@@ -64,7 +62,7 @@ class SearchToolConfig(Section):
 
     name: Literal["search"]
     corpus: UserPath
-    """Documents: JSON lines, or text with one document per line. Columns `id` and `title`, if present, are shown with the text."""
+    """Documents: JSON lines, or text with one per line."""
     text: str = "text"
     """Column with the text of a document."""
     results: PositiveInt = 5
@@ -72,11 +70,11 @@ class SearchToolConfig(Section):
 
 
 class McpToolConfig(Section):
-    """Tools of a Model Context Protocol (MCP) server, in one session per episode."""
+    """Tools of a Model Context Protocol (MCP) server, one session per episode."""
 
     name: Literal["mcp"]
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Command line of a server on standard input and output. Each session starts it."""
+    """Command line of a server on standard input and output, started per session."""
     url: str | None = None
     """Address of a running server (Streamable HTTP)."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -94,20 +92,20 @@ class FunctionToolConfig(Section):
     """Your Python function."""
 
     name: str
-    """Dotted path to a sync or async function with type hints and a docstring."""
+    """Dotted path to a function with type hints and a docstring."""
 
 
 ToolConfig = PythonToolConfig | SearchToolConfig | McpToolConfig | FunctionToolConfig
 
 
 class ToolsEnvironmentConfig(EnvironmentSection):
-    """Tools that the model may call. The first response without a call ends the episode; the domain's reward scores it."""
+    """Tools that the model may call. The first response without a call ends the episode, which the domain's reward scores."""
 
     name: Literal["tools"]
     tools: Annotated[list[ToolConfig], Field(min_length=1)]
-    """Dotted paths to Python functions, and the shipped tools python, search and mcp. The chat template describes them to the model."""
+    """Tools, described to the model by the chat template: python, search, mcp, or dotted paths to Python functions."""
     max_result_chars: Annotated[int, Field(ge=200, le=200_000)] = 8000
-    """Longest result of a call in characters; the middle of longer ones is cut."""
+    """Longest result of a call in characters; longer ones lose their middle."""
 
     @rule
     def _in_time(self) -> Mistakes:
@@ -123,10 +121,10 @@ class EndpointEnvironmentConfig(EnvironmentSection):
 
     name: Literal["endpoint"]
     function: str | None = None
-    """Dotted path to your sync or async function `(task, endpoint) -> reward or answer`. The domain's reward scores an answer."""
+    """Dotted path to your function `(task, endpoint) -> reward or answer`. The domain's reward scores an answer."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Program and arguments. It reads the task as JSON from standard input, and the endpoint from OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its last line of output is the reward or answer."""
+    """Program and arguments. It gets the task as JSON on standard input, the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and prints its reward or answer in the last line."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -137,25 +135,25 @@ class EndpointEnvironmentConfig(EnvironmentSection):
 
 
 class AdapterSection(EnvironmentSection):
-    """Settings of environments from other projects, installed by the extra roll_lite[NAME]."""
+    """Settings of environments from other projects (extra roll_lite[NAME])."""
 
     package: ClassVar[str]
 
 
 class GymEnvironmentConfig(AdapterSection):
-    """Gymnasium environment whose observations and actions are texts or convert to texts."""
+    """Gymnasium environment whose observations and actions are texts, or convert to texts."""
 
     package = "gymnasium"
     name: Literal["gym"]
     id: str | None = None
-    """Registered id for gymnasium.make: FrozenLake-v1, or package:Id-v0 if importing the package registers it."""
+    """Registered id: FrozenLake-v1, or package:Id-v0 to import its package first."""
     function: str | None = None
-    """Dotted path to an environment class, or to a function that returns an environment, in place of `id`."""
+    """Dotted path to a class or function that makes the environment, in place of `id`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make or `function`."""
     action: str | None = None
-    """Dotted path to your function `text -> action`. On ValueError the policy sees the message and responds again. null: the response in a
-    text space, its last integer in a discrete space."""
+    """Dotted path to your function `text -> action`. The policy sees a ValueError's message and responds again. null: the response, or its
+    last integer in a discrete space."""
     columns: list[str] = Field(default_factory=list)
     """Data columns that `reset` gets as options."""
 
@@ -177,7 +175,7 @@ class TextArenaEnvironmentConfig(AdapterSection):
 
 
 class ReasoningGymEnvironmentConfig(AdapterSection):
-    """Tasks of reasoning-gym: one question, one answer within <answer> tags, scored by the dataset."""
+    """Tasks of reasoning-gym: one question, one answer within <answer> tags."""
 
     package = "reasoning_gym"
     name: Literal["reasoning_gym"]
@@ -199,19 +197,18 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     package = "openenv"
     name: Literal["openenv"]
     url: Annotated[str, AfterValidator(_server)]
-    """Server address. The server must allow workers x parallel sessions."""
+    """Server address. It must allow workers x parallel sessions."""
     action: str
-    """Action field for the response; or dotted path to your function `text -> action`, which returns a dict. On ValueError the policy sees
-    the message and responds again."""
+    """Action field for the response; or dotted path to your function `text -> dict`. The policy sees a ValueError's message and responds
+    again."""
     observation: str | None = None
-    """Observation field that the policy sees; or dotted path to your function `observation -> text`. null: the whole observation as
-    JSON."""
+    """Observation field for the policy; or dotted path to your function `observation -> text`. null: everything, as JSON."""
     columns: list[str] = Field(default_factory=list)
     """Data columns that `reset` gets as arguments."""
 
 
 class VerifiersEnvironmentConfig(AdapterSection):
-    """Environment of verifiers (`load_environment`), scored by its rubric."""
+    """Environment of verifiers, scored by its rubric."""
 
     package = "verifiers"
     name: Literal["verifiers"]

@@ -1,5 +1,3 @@
-"""Section of device placement."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -8,22 +6,19 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 
 
 class PlacementConfig(Section):
-    """Device placement. A role's `devices` is a number or, under every preset, a list; if left out, the role gets as many as the roles it
-    shares devices with. Except under by_role, roles that share devices take turns (`offload: true`) unless they set `offload`, and judges
-    never share devices. `placement: colocated` is short for `placement: {name: colocated}`."""
+    """Assignment of devices to roles. `devices` defaults to as many as the roles it shares devices with. Except under by_role, roles that
+    share devices take turns (`offload: true`); judges never share. `placement: colocated` is short for `{name: colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
-    """by_role: `devices: n` means devices 0 to n-1, and roles set `offload`. colocated: all roles share devices. split: models that train
-    or score share devices, engines have others. pairs: actor and reference share devices, critic and reward models others, engines have the
-    rest. apart: each role has its own."""
+    """by_role: `devices: n` means devices 0 to n-1. colocated: all roles share devices. split: models that train or score share devices,
+    engines have others. pairs: actor with reference, critic with reward models, engines alone. apart: each role alone."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes, taken from those with free devices: the driver's first, then by address. With too few, the run fails at its start.
-    null: the first nodes with room; `devices` cannot name nodes then."""
+    """Number of nodes to take: the driver's first, then by address; the run fails if too few are free. null: the first nodes with room,
+    which `devices` cannot name."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
-    """Devices of each node. Those of node n are numbered from n * devices_per_node."""
+    """Devices of each node, numbered over all nodes."""
     fill: Literal["pack", "spread"] = "pack"
-    """pack: fill one node after the other. spread: take one device of each node in turn, or as many as tensor parallelism needs on one
-    node. Needs `nodes`."""
+    """pack: one node after the other. spread: one device (or tensor-parallel group) of each node in turn. Needs `nodes`."""
 
     @property
     def devices(self) -> int:

@@ -1,5 +1,3 @@
-"""Assumptions of `roll-lite simulate`."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -12,80 +10,74 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimulatedEngineConfig(Section):
-    """Speed of one engine replica. Defaults: a 7B model in bfloat16 on an H100 (80 GB)."""
+    """Speed of an engine replica. Defaults: 7B model, bfloat16, H100 (80 GB)."""
 
     pass_ms: PositiveFloat = 7.0
-    """Fixed time of a forward pass in ms, mainly to read the weights. A pass gives each running request one token."""
+    """Fixed ms of a forward pass, which gives each running request one token."""
     request_us: NonNegativeFloat = 25.0
-    """Time that each running request adds to a pass, in µs."""
+    """µs that each running request adds to a pass."""
     cached_token_ns: NonNegativeFloat = 17.0
-    """Time that each token in the KV cache adds to a pass, in ns."""
+    """ns that each token in the KV cache adds to a pass."""
     prefill_tokens_per_s: PositiveFloat | None = 40_000.0
-    """Prompt tokens computed per second; decoding stops meanwhile. null: prompts take no time."""
+    """Prompt tokens computed per second, while decoding stops. null: unlimited."""
     cached_tokens: PositiveInt | None = 800_000
-    """KV cache size in tokens; requests beyond it wait. null: unlimited."""
+    """KV cache size in tokens; further requests wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
     """Mean crashes per engine and day."""
     node_failures_per_day: NonNegativeFloat = 0.0
-    """Mean crashes per node and day. A crash ends all engines of the node."""
+    """Mean crashes per node and day; all its engines are lost."""
     engines_per_node: PositiveInt = 1
-    """Engine replicas per node, for node_failures_per_day and leave_s."""
+    """Engines per node, for node_failures_per_day and leave_s."""
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times at which a further engine joins (actor_infer.most_replicas), in seconds after the start."""
+    """Seconds after the start at which further engines join."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times at which nodes are drained, in seconds after the start. The node of engine 0 is first. Other engines continue its requests."""
+    """Seconds after the start at which nodes are drained, first that of engine 0."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """Mean hangs per engine and day. A hung engine generates nothing."""
+    """Mean hangs per engine and day."""
     hang_s: PositiveFloat = 7.0
-    """Seconds from a hang until the engine counts as lost: `limits.engine_silence` in real runs, if its processes are stopped. Its requests
-    may fail earlier (`rollout.request_timeout_s`)."""
+    """Seconds from a hang until the engine counts as lost (`limits.engine_silence` in real runs)."""
     offload_s: NonNegativeFloat = 3.0
-    """Seconds per step to load and offload engines (`actor_infer.offload`)."""
+    """Seconds per step to load and offload engines."""
     start_s: PositiveFloat | None = 180.0
     """Seconds to replace a dead engine; null: never."""
 
 
 class SimulatedTrainerConfig(Section):
-    """Speed of the trainer. Defaults: a 7B model on H100s, log-probs and one epoch of updates."""
+    """Speed of the trainer. Defaults: 7B model on H100s, log-probs and one epoch."""
 
     overhead_s: NonNegativeFloat = 5.0
-    """Fixed time per step in seconds."""
+    """Fixed seconds per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
-    """Prompt and response tokens per second and device of actor_train, for log-probs and training together."""
+    """Prompt and response tokens per second and device, for log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of the trainer's time per token for log-probs and values. `rollout.stream_log_probs` computes them before the batch is
-    complete."""
+    """Share of the trainer's time for log-probs and values, overlapped with generation by `rollout.stream_log_probs`."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
 
 
 class SimulatedResponsesConfig(Section):
-    """Prompts, responses and rewards of a domain."""
-
     prompts: PositiveInt = 10_000
     """Prompts in the data set."""
     prompt_tokens: PositiveInt = 256
-    """Tokens per prompt, at most max_prompt_tokens."""
+    """Tokens per prompt."""
     median: PositiveFloat | None = None
-    """Median response length in tokens, at most max_tokens; null: a tenth of max_tokens."""
+    """Median response length in tokens; null: max_tokens / 10."""
     p99: PositiveFloat | None = None
-    """99th percentile of response lengths (log-normal); null: ten times the median."""
+    """99th percentile of response lengths (log-normal); null: 10 * median."""
     quantiles: list[PositiveFloat] | None = Field(default=None, min_length=2)
-    """Response lengths at evenly spaced quantiles, in ascending order, instead of median and p99. `--from` measures them."""
+    """Response lengths at evenly spaced quantiles, ascending, instead of median and p99."""
     reward_s: NonNegativeFloat = 0.0
     """Median seconds to score a response."""
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time. With `rollout.supply: async`, no batch starts while a whole batch waits for scores. null: unlimited; use it
-    with times from `--from`, which include waiting."""
+    """Samples scored at a time. null: unlimited; right for times from `--from`, which include waiting."""
     turns: Annotated[float, Field(ge=1)] = 1.0
-    """Median responses per episode, at most environment.max_turns; only in domains with an environment. Response lengths are per
-    response."""
+    """Median responses per episode. Response lengths are per response."""
     turns_p99: Annotated[float, Field(ge=1)] | None = None
-    """99th percentile of responses per episode; null: all have the median."""
+    """99th percentile of `turns`; null: all have the median."""
     environment_s: NonNegativeFloat = 0.0
-    """Median seconds until the environment answers a response."""
+    """Median seconds of the environment's answer to a response."""
     environment_p99_s: PositiveFloat | None = None
     """99th percentile of answer times; null: all take the median."""
     environment_tokens: PositiveInt = 32
@@ -93,7 +85,7 @@ class SimulatedResponsesConfig(Section):
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
-    """Share of prompts that are never solved. Success rates of all other prompts are spread evenly from 0 to 1."""
+    """Share of prompts that are never solved. Other success rates are spread evenly from 0 to 1."""
 
     @rule
     def _lengths(self) -> Mistakes:
