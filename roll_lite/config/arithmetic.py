@@ -1,4 +1,4 @@
-"""Values derived from a configuration: devices of each role, data-parallel sizes, batch sizes."""
+"""Values derived from a configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 Sleep = Literal["never", "with_copy", "without_copy"]
-"""Offloading of engines: never, with a copy of their weights in host memory, or without one."""
+"""Offloading of engines, with or without a weight copy in host memory."""
 
 
 @dataclass(frozen=True)
@@ -45,31 +45,29 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches in one forward or training pass of a role, if every row (sample) has the maximum length. All ranks run as many
-    micro-batches as the fullest rank."""
+    """Micro-batches of a role's pass, if every row (sample) has the maximum length."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows on the fullest rank if all rows are equally long."""
+    """Rows on the fullest rank if all are equally long."""
     most_rows: int
-    """Maximum rows on a rank, reached if every other rank has only one."""
+    """Maximum rows on a rank: all other ranks have one."""
     longest: int
     """Maximum tokens of a row."""
     budget: int
-    """Token limit of a micro-batch. A longer row runs in a micro-batch alone."""
+    """Token limit of a micro-batch; a longer row runs alone."""
     row_limit: int | None = None
     token_multiple: int = 1
     count_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches on a rank if all rows have the maximum length."""
         return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
     def tokens(self) -> int:
-        """Maximum tokens of a micro-batch, padding to `token_multiple` included."""
+        """Maximum tokens of a micro-batch, padding included."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.token_multiple) * self.token_multiple
@@ -85,7 +83,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average number of the domain's prompts in a step. A single step differs from it by less than two."""
+    """Average; the prompts of one step differ by less than two."""
     samples_per_prompt: int
     max_tokens: int
     """Maximum tokens of prompt plus response."""
@@ -100,11 +98,11 @@ class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Learning-rate schedule in words, by role; empty if `steps` or an optimizer's value is missing."""
+    """Role -> learning-rate schedule in words."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """Samples in a step; an average if domains differ in samples per prompt."""
+    """Average, if domains differ in samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -118,21 +116,19 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Device numbers; a count n means 0 to n-1. Raises Refused if the placement could not resolve a name such as `node0:3`."""
+    """List device numbers. Raises Refused for an unresolved name such as `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
-        raise Refused("devices")  # a node that does not exist, reported by config/placement.py
+        raise Refused("devices")  # no such node; config/placement.py reports it
     return tuple(one for one in devices if isinstance(one, int))
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Engines' limit of prompt plus response, in tokens: the setting max_model_len or, if null, the length of the longest request."""
     return config.actor_infer.strategy.max_model_len or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Maximum tokens of prompt plus response in training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
 
 
@@ -142,7 +138,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting that gives sampling parameter `key` of a domain's held-out prompts."""
+    """YAML path of the setting that gives a held-out sampling parameter."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -171,14 +167,12 @@ def group_size(config: RunConfig, domain: DomainConfig) -> int:
 
 
 def aggregation_constant(config: RunConfig) -> int | None:
-    """Divisor of a sequence's summed loss under `aggregation: constant`; else None."""
     if config.algorithm.aggregation != "constant":
         return None
     return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
 
 
 def updates(config: RunConfig, role: str) -> int:
-    """Optimizer steps of a role in the run; the actor has none during the critic's warm-up."""
     steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
     return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
@@ -188,13 +182,13 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """LoRA settings if weight updates send engines only the adapters; None if they send all weights."""
+    """LoRA settings if engines receive only adapters, else None."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
 
 def sleep_of_engines(config: RunConfig) -> Sleep:
-    """Engines keep no copy of offloaded weights if weight updates send whole models, since an update then follows every load."""
+    """Keep no weight copy if full weight updates follow every load."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"
@@ -208,18 +202,18 @@ def model_parallel_size(role: Role) -> int:
 
 
 def count_multiple(strategy: MegatronStrategyConfig) -> int:
-    """The number of micro-batches in a pass must be a multiple of this: the pipeline size if stages are interleaved, else 1."""
+    """Required divisor of the micro-batch count: the pipeline size if stages are interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Number of layers in each part of a model split by pipeline parallelism, in layer order. Stage i % pipeline_parallel has part i."""
+    """Layers of each pipeline part; part i is on stage i % pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """Setting that does not fit the number of layers, and why; None if all fit."""
+    """Pair (setting, message); None if the layers fit."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     if given is not None:
         return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
@@ -232,16 +226,15 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly, with each key/value head on one rank or shared by equally many.
-    `head_dim`: for trainers, whose ranks split a shared key/value head; None for engines, whose ranks copy it."""
+    """True if ranks can split the attention heads evenly. `head_dim`: for trainers, which split a shared key/value head; None for engines,
+    which copy it."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """The number of tokens in a micro-batch must be a multiple of this: each context-parallel rank has two chunks, which sequence
-    parallelism splits again."""
+    """Required divisor of a micro-batch's tokens: two chunks per context-parallel rank, split again by sequence parallelism."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -255,7 +248,6 @@ def trains(config: RunConfig) -> bool:
 
 
 def validates(config: RunConfig) -> bool:
-    """True if validation is enabled and the run generates and trains."""
     return config.validation.enabled and config.mode == "full"
 
 
@@ -264,7 +256,6 @@ def generates_ahead(config: RunConfig) -> bool:
 
 
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
-    """KL terms with a coefficient above 0, by key in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
         "kl_in_reward": config.algorithm.kl_in_reward,
         "kl_in_loss": config.algorithm.kl_in_loss,
@@ -273,7 +264,6 @@ def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
 
 
 def loss_reads_reference(config: RunConfig) -> bool:
-    """True if the user's loss has a parameter for the reference's log-probs."""
     loss = config.algorithm.policy_loss
     return isinstance(loss, CustomLossConfig) and "ref_log_probs" in parameters_of(loss.function) - loss.args.keys()
 
@@ -283,7 +273,7 @@ def uses_reference(config: RunConfig) -> bool:
 
 
 def actor_is_reference(config: RunConfig) -> bool:
-    """True if the KL reference is the actor itself, with its adapters off."""
+    """True if the actor with its adapters off is the KL reference."""
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
@@ -292,7 +282,7 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """True if the actor's passes use the experts that engines chose."""
+    """True if the actor's passes use the engines' experts."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
@@ -303,7 +293,7 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Roles that the configured `mode` runs, by configuration path."""
+    """Roles that `mode` runs, by configuration path."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -388,8 +378,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. A domain's prompts in a step differ from their average by less than two; if the average is an integer, not
-    at all."""
+    """Maximum samples of a step. A domain's prompts vary around a fractional average by less than two."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -404,5 +393,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Rows on the fullest rank in two cases: all rows are equally long; every other rank has only one row."""
+    """Return the fullest rank's rows in two cases: equally long rows, one row on each other rank."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

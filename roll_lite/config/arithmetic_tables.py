@@ -1,4 +1,4 @@
-"""Derived values of a configuration as tables, for `roll-lite check`."""
+"""Tables for `roll-lite check`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Table of the model parts (weights, optimizer, ..., as in `StateGroup` and `EngineMemory`) on the devices in each phase. Runs follow the
-table, `roll-lite check` prints it.
+"""Loaded parts of roles (weights, optimizer, ...) by phase; runs follow this table.
 
-Roles with `offload: true` are loaded only in phases that use them; other roles stay loaded. Before generation, engines load their weights
-beside the trainer's. The trainer sends its weights and offloads them, then engines allocate the KV cache. After generation engines offload
-weights and KV cache."""
+Before generation, engines load weights beside the trainer's. The trainer sends its weights and offloads them, then engines allocate the KV
+cache.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +32,9 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Parts (weights, optimizer, ...) loaded in the phase, by role. Roles that take turns load in this order; a role that waits for its
-    devices does not delay others. `reward_models` and `judges` stand for all of them."""
+    """Role -> loaded parts, in loading order. A role that waits for devices does not delay others."""
     in_turns: bool = False
-    """If several roles with `offload` share a device, load one after the other."""
+    """Load one after the other if roles with `offload` share a device."""
     of_step: bool = True
 
 
@@ -57,12 +55,11 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "actor_infer": SERVING,
     "judges": SERVING,
 }
-"""Parts that a role without `offload` keeps loaded in all phases."""
+"""Parts that a role without `offload` keeps loaded."""
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles that can start now, earlier ones first. `present`: roles already loaded. `exclude`: True for two roles that cannot be
-    loaded together."""
+    """Waiting roles that can start now. `exclude`: True for two roles that cannot be loaded together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -1,4 +1,4 @@
-"""Loads a configuration by name, with overrides: returns a checked, frozen RunConfig or raises ConfigError with all mistakes."""
+"""Load and check a configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from roll_lite.hub import fetch, lacks_weights, online
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Find a configuration: its name and folder. Without `folder`, `name` may be the path of a file; otherwise it is looked up in the
-    current folder and among the shipped configurations."""
+    """Find a configuration's name and folder. Without `folder`, `name` may be a path."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
@@ -40,11 +39,10 @@ def load_config(
     weights: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
-    """Load and check a configuration.
+    """Load a configuration, shipped or in `folder`. Raises ConfigError with all mistakes.
 
-    `name`: a file in `folder` or a shipped one. `further`: more checks. `files`: False neither reads nor downloads models and data.
-    `weights`: download the weights of the hub's models, once everything else is right. `tell`: called with a line for each download, and
-    for each shipped configuration that a user's file of the same name replaces.
+    `files`: if False, neither read nor download models and data. `weights`: download missing weights after all checks. `tell`: receives
+    notes on downloads and replaced files.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -67,7 +65,7 @@ def load_config(
 
 
 def _fetch_weights(config: RunConfig, tell: Callable[[str], object]) -> bool:
-    """Download the missing weights of the hub's models. Returns False if there are none."""
+    """Download missing weights; return False if none are missing."""
     missing = [folder for role in roles(config).values() if lacks_weights(folder := model_folder(config, role))]
     for folder in missing:
         fetch(folder, tell)
@@ -98,7 +96,7 @@ def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Replace values from environment variables by the text in the file, which names the variable."""
+    """Replace values from environment variables by the text that names the variable."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)
@@ -110,7 +108,6 @@ def _without_secrets(problem: Problem, composed: Composed) -> Problem:
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
-    """Add to the problem the file and line of its value or section."""
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]

@@ -1,6 +1,6 @@
-"""Turns `placement` and the roles' `devices` into device numbers: afterwards each role has a count n (devices 0 to n-1) or a list.
+"""Resolve `placement` and the roles' `devices` to device numbers.
 
-A preset is a table of groups: roles of one group share devices, groups do not. Devices that a role lists are not given to groups.
+Roles of one group share devices, groups do not. Devices that a role lists are in no group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Groups of roles that share devices, by preset; a role in no group has separate devices. Under by_role every count begins at device 0."""
+"""Preset -> groups of roles that share devices; other roles have separate devices."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -34,7 +34,7 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
             numbers = _numbers(config.placement, by_role)
             config = _changed(config, by_role, numbers)
             problems = list(_impossible(config.placement, roles(config)))
-    except Refused:  # a check of the schema has reported it
+    except Refused:  # reported by a check of the schema
         return config, []
     return config, problems
 
@@ -62,7 +62,6 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
-    """Device numbers by role, in rank order."""
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
@@ -87,8 +86,7 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Number of devices by role. A role without `devices` gets the highest number set in its group. If the group sets none: all devices if
-    `is_alone` (colocated, no other group) and no role is a judge, else 1."""
+    """Count devices by role. Default: the group's highest count; without one, all devices if `is_alone` (judges: 1), else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -96,9 +94,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Choose the next `wanted` free devices. Tensor-parallel ranks come in blocks of `together` devices: a block is on one node if it fits,
-    else split equally over the fewest nodes. A node's free devices that do not fill a block come last. If devices are missing, numbers
-    beyond the last device follow, which a later check reports."""
+    """Choose `wanted` free devices in blocks of `together`. A block is on one node if it fits, else split equally over few nodes. Missing
+    devices get numbers beyond the last, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -134,8 +131,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Configuration with these device numbers. Roles that a preset puts on the same devices get `offload: true`, unless the configuration
-    sets it or the role is always in use."""
+    """Set device numbers, and `offload: true` for roles that share devices by preset, unless set or always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -187,7 +183,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that an engine is on one node if it fits; a larger engine needs equally many devices on each of its nodes."""
+    """Check that an engine is on one node, or equally on several if too large."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"
@@ -215,5 +211,4 @@ def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
 
 
 def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
-    """Devices of an engine as a list per node, in rank order."""
     return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

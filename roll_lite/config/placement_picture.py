@@ -1,4 +1,4 @@
-"""Table of the roles on each device by phase, for `roll-lite check`."""
+"""Table of the roles on each device by phase."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _column(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dic
 def works(config: RunConfig, phase: Phase, name: str) -> bool:
     role = kind(name)
     if role in ("actor_infer", "reward_models", "judges") and config.rollout.supply != "sync" and config.mode == "full":
-        return True  # they work all the time
+        return True  # always in use
     if phase is Phase.GENERATE and config.rollout.stream_log_probs and works(config, Phase.LOG_PROBS, name):
         return True
     if phase is Phase.LOG_PROBS and role == "actor_train":
@@ -58,7 +58,7 @@ def works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Turn number (from 1) of each role that takes turns with others on its devices, as if all turns took equally long."""
+    """Turn number (from 1) of roles that take turns on devices."""
     presence = PHASES[phase]
     working = [name for name in presence.parts if presence.in_turns and name in by_role and works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}
@@ -70,7 +70,7 @@ def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict
 
 
 def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, Sequence[str]]]:
-    """Pairs (devices, roles on them). A node's devices with the same roles form a pair; adjacent nodes with equal pairs are merged."""
+    """Pairs (devices, roles); adjacent equal nodes are merged."""
 
     def names(device: int) -> tuple[str, ...]:
         return tuple(name for name, own in numbers.items() if device in own)

@@ -1,4 +1,4 @@
-"""Presets of public data sets: the table of presets.yaml, and domains that name one with `data.preset`."""
+"""Presets of public data sets, for `data.preset`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ def presets() -> dict[str, dict[str, Any]]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Entry of the table. ValueError for an unknown name."""
     if name not in presets():
         raise ValueError(f"no such preset; {did_you_mean(name, presets())} `roll-lite data list` describes them")
     return presets()[name]
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Domain at `path` with the settings of its preset, where it sets none itself. Its own `data.train` also replaces the preset's held-out
-    data. ValueError for an unknown preset."""
+    """Add a preset's settings to a domain, whose own settings win. Its own `data.train` also replaces held-out data."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])
@@ -40,5 +38,5 @@ def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]
     merge(full, domain, path)
     sampling, filters = full.get("sampling"), full["data"].setdefault("filter", {})
     if isinstance(filters, dict) and isinstance(sampling, dict) and isinstance(longest := sampling.get("max_prompt_tokens"), int):
-        filters.setdefault("prompt_tokens", [1, longest])  # longer prompts are left out, and counted
+        filters.setdefault("prompt_tokens", [1, longest])  # drops longer prompts, and reports how many
     return full

@@ -1,4 +1,4 @@
-"""Problems of a configuration, all reported in one ConfigError."""
+"""Problems of a configuration, reported together."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 Path = tuple[str, ...]
-"""Path in the YAML tree; list indices are digits."""
+"""Keys from the YAML root; list indices are digits."""
 
 LONGEST_VALUE = 100
 DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login or token. One slash after the scheme is enough: converting the address to a path drops the other."""
+"""Address with a login. One slash suffices: converting an address to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""Login before a host name, without a scheme."""
+"""Login without a scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
-"""Secret in an address's query string."""
+"""Secret in a query string."""
 _SECRETS = r"(?:key|(?<!per_)token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""Names of settings whose values are never shown. `api_key_env`, which names a variable, and `max_tokens` do not match."""
+"""Secret settings. `api_key_env`, which names a variable, does not match."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Assignment of a secret in a text that could not be parsed."""
+"""Secret in unparsable text."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Replaces secrets in a saved configuration; to load it, give the values again."""
+"""Placeholder of secrets in a saved configuration."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -41,7 +41,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE, for problems without a value to show: None would be shown as null."""
+    """Type of NO_VALUE: no value to show. None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -50,7 +50,7 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """Dotted YAML path, file, or override."""
+    """YAML path, file, or override."""
     message: str
     value: Any = NO_VALUE
     source: str = ""
@@ -70,15 +70,15 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""Problem, or pair (YAML path, message with mistake and remedy), which becomes a Problem with the setting's value."""
+"""Problem, or pair (YAML path, message)."""
 
 
 class Missing(Problem):
-    """Problem of a missing required value."""
+    """Missing required value."""
 
 
 class ConfigError(ValueError):
-    """Error that lists all mistakes of a configuration. `partial`: its valid part, in which reading an invalid field raises Refused."""
+    """All mistakes of a configuration. `partial`: its valid part."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -93,12 +93,12 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting, or of the list that holds it, marks a secret."""
+    """True if the name of the setting or its list marks a secret."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
 def hidden(text: str) -> str:
-    """Hide secrets in a text that could not be parsed."""
+    """Hide secrets in unparsable text."""
     return without_logins(ASSIGNED.sub(rf"\1{HIDDEN}", text))
 
 
@@ -119,10 +119,10 @@ def _tells_nothing(value: Any) -> bool:
 
 
 def show(value: Any, path: str = "") -> str:
-    """Format a value for messages, as on the command line, shortened and without secrets. `path`: path of its setting."""
+    """Format a value for messages, shortened and without secrets."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
-    except (ValueError, TypeError, RecursionError):  # a number of thousands of digits, keys that are paths, a list that contains itself
+    except (ValueError, TypeError, RecursionError):  # huge integer, keys that are paths, list that contains itself
         text = f"({type(value).__name__})"
     text = printable(without_logins(text))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
@@ -134,7 +134,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Hint for a wrong name: the closest valid names or, if none is close, all of them."""
+    """Hint with close valid names, else with all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -142,19 +142,18 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
 
 
 def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
-    """Valid names similar to the wrong one, closest first. Case is ignored."""
     by_lower = {name.lower(): name for name in valid}
     return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """ "did you mean" with the nearest names, for a message; empty if none is near."""
+    """Hint with the nearest names, to append to a message; may be empty."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def space_missing(value: Any) -> str:
-    """Hint for a message if a text looks like `key:value` without a space; else empty."""
+    """Hint to append to a message, if a text looks like `key:value`."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

@@ -1,4 +1,4 @@
-"""Parsing of texts in the YAML: templates with {placeholders}, and patterns."""
+"""Templates and patterns in the YAML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BRACES = "write {{ and }} for braces that stay"
 
 
 def placeholders(text: str) -> list[str]:
-    """Distinct placeholders of a template; ValueError if it is invalid."""
+    """List placeholders; ValueError if the template is invalid."""
     try:
         fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
     except ValueError as error:
@@ -21,7 +21,7 @@ def placeholders(text: str) -> list[str]:
 
 
 def compile_format(pattern: str) -> re.Pattern[str]:
-    """Compile a format's regular expression; `.` matches line breaks. ValueError, with the reason, if it is invalid."""
+    """Compile a pattern in which `.` matches line breaks; ValueError if invalid."""
     if not pattern:
         raise ValueError("the empty pattern matches every response")
     try:

@@ -1,7 +1,7 @@
-"""Validation of plain data against the schema: collects all mistakes and builds the valid part.
+"""Validate plain data against the schema and collect all mistakes.
 
-This module walks the sections itself: pydantic's error locations name union members, not YAML paths, and pydantic builds no object if one
-value is wrong. It only validates single values, strictly: the text "3" is not a number."""
+Pydantic checks only single values: its error locations name union members, not YAML paths, and one wrong value prevents the whole object.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +30,22 @@ OTHERS_NAMES = {
     "num_generations": "samples_per_prompt",
     "rollout_batch_size": "prompts_per_step",
 }
-"""Names of settings in other trainers -> names here."""
+"""Names in other trainers -> names here."""
 
 
 class _Invalid:
-    """Type of _INVALID, which stands for a refused value whose problem is already recorded."""
+    """Type of _INVALID, which stands for a refused value."""
 
 
 _INVALID = _Invalid()
 
 
 def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
-    """Valid part of the configuration and all problems."""
     return section_from(RunConfig, data, (), broken)
 
 
 def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
-    """Valid part of a section and all problems. Reading an invalid field raises Refused. `broken`: paths to skip, whose problems are
-    known."""
+    """Return the valid part and all problems. `broken`: paths with known problems, to skip."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
     assert isinstance(section, cls)
@@ -109,8 +107,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
-        """Build an item of a mapping or list. An invalid item becomes an object without attributes, so reading it in later checks raises
-        Refused."""
+        """Build an item; if invalid, reading its fields raises Refused."""
         built = _INVALID if path in self.broken else self._one_of(variants, data, path)
         if isinstance(built, Section):
             return built
@@ -119,8 +116,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report entries of a mapping whose names are probably misspelt: they have no required key, and a name close to that of a complete
-        entry."""
+        """Report misspelt entries: no required key, name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -142,11 +138,11 @@ class _Walker:
         return self.section(chosen, {"name": word_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
-        """Choose a union's member by `name`, or the default; None for an invalid choice, which is reported."""
+        """Choose a union's member; report an invalid choice and return None."""
         by_name = {word_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
-            # Short forms are sections by now; a text comes from an interpolation.
+            # Short forms are already expanded; a text here comes from an interpolation.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
             self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
             return None
@@ -162,8 +158,7 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Suggests the same name deeper in the section, close names in the section, or the same name elsewhere.
-        Returns close names that the section does not set: one of them was probably meant, so none is reported as missing."""
+        """Report an unknown key. Return similar missing keys, one of which was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -191,7 +186,7 @@ class _Walker:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Value at a dotted path, for messages; NO_VALUE if it is missing, invalid, a section, or a collection of sections."""
+    """Value at a path, for messages; NO_VALUE if missing, invalid, or a section."""
     for key in path.split("."):
         items = vars(section) if isinstance(section, Section) else section if isinstance(section, dict) else {}
         section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
@@ -201,8 +196,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a field. `variants`: its section classes; none for a plain value, one for a section, several for a union keyed on `name`.
-    `container`: dict or list if the field holds several sections."""
+    """Section classes of a field (none: plain value, several: union), and their container."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -218,7 +212,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def word_of(cls: type[Section]) -> str:
-    """Value of `name` that chooses this member of a union; DOTTED_PATH if it is not a fixed word."""
+    """Value of `name` that selects this class, or DOTTED_PATH."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -238,7 +232,7 @@ def _leaf_adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
 
 
 def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
-    """Sections of the schema with their paths; `<name>` stands for a user's key, `<n>` for an index."""
+    """Yield all (path, section class). `<name>` stands for a user's key, `<n>` for an index."""
     yield path, cls
     for name, info in cls.model_fields.items():
         shape = shape_of(info.annotation)
@@ -257,7 +251,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Sections that the schema allows at a path, the default first."""
+    """Sections allowed at a path, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))
@@ -270,14 +264,14 @@ def _fields_at(path: Path) -> list[FieldInfo]:
 
 
 def words_at(path: Path) -> str:
-    """Describe a setting's type; empty if the path has none."""
+    """Type of a setting in words; empty for an unknown path."""
     fields = _fields_at(path)
     return in_words(field_type(fields[0])) if fields else ""
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null at `path` removes the key. That is the case for entries of a mapping that an earlier layer sets (`inherited`), and for
-    settings with a default that cannot be null, if they are inherited or sections."""
+    """True if null removes the key: an entry of a mapping set by an earlier layer (`inherited`), or a setting that falls back to its
+    default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

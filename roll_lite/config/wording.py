@@ -1,4 +1,4 @@
-"""Messages about types of fields and about values that pydantic refuses."""
+"""Words for field types and refused values."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def field_type(field: FieldInfo) -> Any:
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Message for a refused value: the error of this schema's own validator, if one refused it (in a union, the last), else the expected
-    type with a remedy."""
+    """Message for a refused value: our validator's error, else the expected type."""
     if own := [error for error in errors if error["type"] == "value_error"]:
         return str(own[-1]["ctx"]["error"])
     expected = in_words(field_type(field))

@@ -1,1 +1,1 @@
-"""Checks of a configuration across its sections, one file per subject."""
+"""Checks across sections."""

@@ -1,4 +1,4 @@
-"""Checks that compare fields. They yield problems and change nothing."""
+"""Checks that compare fields of several sections."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Trackers that need an optional package of the same name."""
+"""Trackers that need the package of the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find all problems that validation against the schema does not find. `further`: checks from other packages. `files`: False skips
-    checks of files and of this machine's GPUs."""
+    """Find problems beyond the schema. `files`: if False, skip checks of files and GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -77,7 +76,6 @@ def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Mistakes:
-    """Check that every step's samples divide into equal mini-batches. The number of samples varies if domains differ in group size."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -217,7 +215,6 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
 
 
 def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
-    """Check the learning-rate schedule. `total`: optimizer steps of the run."""
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
     if warmup >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
@@ -228,7 +225,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report misspelt names in `simulation.domains`. Names unlike any domain's are ignored: these domains may have been removed."""
+    """Report misspelt names in `simulation.domains`; others may be removed domains."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

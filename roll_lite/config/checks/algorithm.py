@@ -1,5 +1,3 @@
-"""Checks of the section `algorithm`, alone and against domains and roles."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,13 +14,12 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
-"""Estimators that use the reward of each turn, not only the sum of all turns."""
+"""Estimators that use each turn's reward."""
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling settings that can exclude tokens -> values at which they exclude none."""
+"""Sampling settings -> values that exclude no tokens."""
 
 
 def compares_groups(config: RunConfig) -> bool:
-    """True if advantages compare samples of the same prompt."""
     advantage = config.algorithm.advantage
     return advantage.name in COMPARES_GROUPS or (isinstance(advantage, ReinforcePlusPlusAdvantageConfig) and advantage.baseline == "group")
 
@@ -69,8 +66,7 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that the object store has room for KL estimator `full`, which stores a distribution over the vocabulary for every token of a
-    step."""
+    """Check the object store's room for estimator `full`: a vocabulary distribution per token."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:
@@ -101,7 +97,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward shaping with ReMax: it subtracts the score of a greedy sample, whose reward is not shaped."""
+    """Refuse reward shaping: ReMax's baseline, a greedy sample's score, is not shaped."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

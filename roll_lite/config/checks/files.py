@@ -1,5 +1,3 @@
-"""Checks of the files that a configuration names."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -34,7 +32,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield a problem of the setting `path`, whose value is `folder`, if `wrong()` returns a message or raises ValueError."""
+    """Yield a problem if `wrong()` returns a message or raises ValueError."""
     try:
         message = wrong()
     except ValueError as error:
@@ -56,9 +54,8 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Describe what is wrong with a model's safetensors; None if nothing is. With `hf`, checks all names and shapes; without it, only that
-    the value head exists, if `head` names it."""
-    if lacks_weights(folder):  # checked once they are downloaded
+    """Mistake in a model's safetensors, or None. Without `hf`, only a value head is checked."""
+    if lacks_weights(folder):  # checked after the download
         return None
     stored = stored_tensors(folder)
     if head == VALUE_HEAD and head not in stored:
@@ -95,8 +92,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder and yield its problem, if any. Returns shape and HfConfig: both None if unreadable, HfConfig None if the model
-    cannot be trained. `architectures`: allowed endings of its class name."""
+    """Read a model folder, yield its problem, return (shape, HfConfig). Unreadable: both None; untrainable: HfConfig None."""
     shape = None
     try:
         shape = read_model_shape(folder)

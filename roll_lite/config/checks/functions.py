@@ -1,8 +1,5 @@
-"""Checks that a dotted path leads to a user's function with fitting arguments.
-
-Modules are parsed, not imported: an import might load torch or start a client. What needs running code, such as a decorator's result, is
-checked only when the run starts.
-"""
+"""Check that a dotted path leads to a function with fitting arguments, without importing it: an import might load torch or start a
+client."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 from roll_lite.config.problems import Problem, did_you_mean
 
 LONGEST_CHAIN = 8
-"""Maximum re-exports and aliases followed to find a function."""
+"""Maximum re-exports and aliases to follow."""
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
@@ -29,9 +26,8 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that the dotted path `name`, the value of setting `path`.`key`, leads to a function that takes `arguments` (None: any).
-    `or_class`: allow a class, with any arguments. `given`: parameters that the run passes if the function has them. `inputs`: what the run
-    passes first, in words for messages."""
+    """Check that `name`, the value of `path`.`key`, is a function that takes `arguments` (None: any). `given`: optional parameters that the
+    run passes. `inputs`: first arguments, in words."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -49,10 +45,10 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Names of a function's parameters after the first that can be passed by name; empty for an unknown function."""
+    """Parameters after the first that can be passed by name."""
     try:
         found = _definition(name)
-    except ValueError:  # check_function reports it
+    except ValueError:  # reported by check_function
         return set()
     return _by_name(found.args) if isinstance(found, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) else set()
 
@@ -63,8 +59,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Find the syntax tree of a dotted name's object through assignments and imports. None if only running the code could tell (no Python
-    source, bound twice, `import *`). ValueError for a missing module or name, or unreadable source."""
+    """Find a name's syntax tree through assignments and imports. None if only running the code could tell. ValueError if missing or
+    unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -104,7 +100,7 @@ def _located(module_name: str) -> ModuleSpec:
         spec = find_spec(top)
     except (ValueError, ImportError):  # a module loaded in an unusual way, such as __main__, has no spec
         spec = None
-    spec = spec or PathFinder.find_spec(top, [str(Path.cwd())])  # searched too at the start of a run
+    spec = spec or PathFinder.find_spec(top, [str(Path.cwd())])  # runs search the current folder too
     if spec is None:
         raise ValueError(f"there is no module {top!r} importable from {Path.cwd()} or a folder on PYTHONPATH")
     found = top
@@ -118,8 +114,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield the names that statements bind, also inside `if`, `try` and `with`, with their values; None for a value known only at run
-    time."""
+    """Yield names bound by statements, with values; None if known only at run time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,6 +1,6 @@
-"""Checks of settings that need GPUs: fp8 engines, Transformer Engine, weight transfer between GPUs.
+"""Checks of settings that need GPUs.
 
-Only runs call `needs_gpus`: the command `check` may run on another machine.
+Only runs call `needs_gpus`: `roll-lite check` may run on another machine.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyCon
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
-"""Model families that SGLang's QuantizedRLModelLoader can update in fp8."""
+"""Model families that SGLang's QuantizedRLModelLoader can update."""
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM's attention supports on CPUs."""
 
 
 def no_gpus(config: RunConfig) -> bool:
@@ -65,7 +64,7 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check that this machine has the GPUs and packages that settings need. A cluster's machines are checked when they start."""
+    """Check this machine's GPUs and packages. A cluster's machines are checked when they start."""
     if layout.is_elsewhere(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -86,12 +85,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""A float32 run of at most this number of processes gets no note about missing GPUs, even on a machine with fewer cores."""
+"""Maximum processes of a float32 run without a note about missing GPUs, even on fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if the run would use CPU slots but seems meant for GPUs: the model is in bfloat16, or there are more processes than
-    cores."""
+    """Note if no GPUs are visible for a bfloat16 run, or for more processes than cores."""
     if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -1,4 +1,4 @@
-"""Checks of devices and parallel sizes, alone and against the model."""
+"""Checks of devices and parallel sizes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,6 @@ def _joining_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
 
 
 def _sizes_fit_the_model(config: RunConfig, name: str, role: Role) -> Mistakes:
-    """Check that parallel sizes fit the model's heads, feed-forward size and layers."""
     shape, strategy = known_shape(model_folder(config, role)), role.strategy
     if shape is None:
         return
@@ -178,8 +177,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently from the trainer: it ignores Mistral's sliding window, and gives experts to all layers
-    if any layer has them."""
+    """Refuse models that SGLang computes unlike the trainer: it ignores Mistral's sliding window, and gives all layers experts if any has
+    them."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -205,14 +204,13 @@ def _verified_weights(config: RunConfig) -> Mistakes:
 
 
 def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
-    """Value of weight_sync.verify, with `auto` resolved."""
     if config.weight_sync.verify != "auto":
         return config.weight_sync.verify
     return "sampled" if unreadable_weights(config) is None else "none"
 
 
 def unreadable_weights(config: RunConfig) -> str | None:
-    """Reason why the engines' weights cannot be compared with the trainer's; None if they can."""
+    """Reason why engines' weights cannot be compared, or None."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if config.mode == "rollout_only":
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
@@ -224,8 +222,7 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay with SGLang if weight updates pause requests. SGLang then recomputes their tokens with the new weights, and
-    reports the experts of that pass, not those used in sampling."""
+    """Refuse routing replay if SGLang pauses requests: it recomputes their tokens with new weights and reports the experts of that pass."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -243,7 +240,6 @@ LAYOUT_CHECKS = (
 
 
 def devices_are_there(config: RunConfig) -> Mistakes:
-    """Check that this machine has the configured GPUs, unless the run is on a cluster. CPU slots are created as needed."""
     if not gpus_visible() or is_elsewhere(config):
         return
     there = gpu_count()
@@ -256,8 +252,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return a note for each pair of roles that share GPUs and both stay loaded, and for each pair of which one stays loaded and is an
-    engine, since engines leave others little memory."""
+    """Note roles that share GPUs if both stay loaded, or if an engine stays loaded."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -276,7 +271,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of a GPU's memory that engines leave free; None if the role has no engines or the KV cache has a fixed size."""
+    """Share of GPU memory that engines leave free; None if unknown."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -284,7 +279,6 @@ def _left_beside(role: Role) -> float | None:
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:
-    """Folder of a role's initial weights."""
     if isinstance(role, RewardModelConfig | JudgeServerConfig):
         return role.path
     own = role.path if isinstance(role, CriticRoleConfig) and role.init != "actor" else None
@@ -292,12 +286,12 @@ def model_folder(config: RunConfig, role: Role) -> Path:
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """True if the run is on a cluster, not on this machine's devices."""
+    """True if the run is on a cluster."""
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
 def gpus_visible() -> bool:
-    """True if GPUs are visible. Looks for them without importing torch, which takes seconds."""
+    """Look for GPUs without importing torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 

@@ -1,5 +1,3 @@
-"""Checks of LoRA adapters."""
-
 from __future__ import annotations
 
 from math import prod
@@ -15,7 +13,6 @@ from roll_lite.models.model_files import weight_shapes
 
 
 def _layers(config: RunConfig) -> Mistakes:
-    """Check that tensor parallelism can split the adapted layers, and that adapters of experts are merged for engines."""
     lora, strategy, shape = config.actor_train.lora, config.actor_train.strategy, known_shape(config.model.path)
     if lora is None or shape is None:
         return

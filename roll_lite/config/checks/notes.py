@@ -1,4 +1,4 @@
-"""Notes on legal but suspicious settings, printed by `check` and runs."""
+"""Notes on legal but suspicious settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """Settings of this run that examples/recompute.py, which recomputes its losses, has no formula for."""
+    """Settings that `examples/recompute.py` cannot recompute."""
     lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
@@ -67,13 +67,13 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 GIB = 1 << 30
 MOMENTS = 8
-"""Bytes of AdamW's moments per weight, in float32."""
+"""Bytes of AdamW's float32 moments per weight."""
 STAGED = 8
-"""Bytes per weight for the weights and gradients that an optimizer on the host works on."""
+"""Bytes per weight of host copies for an optimizer on the host."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of host memory, over all nodes, for what each role offloads or keeps there."""
+    """Host memory by role, over all nodes, of offloaded and host-resident tensors."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):
@@ -100,7 +100,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def weight_counts(folder: Path) -> tuple[int, int]:
-    """Numbers of a model's weights: in its experts, and elsewhere."""
+    """Numbers of weights: in experts, elsewhere."""
     hf = read_hf_config(folder)
     sizes = {name: prod(shape) for name, shape in weight_shapes(hf).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -108,7 +108,6 @@ def weight_counts(folder: Path) -> tuple[int, int]:
 
 
 def host_memory_notes(config: RunConfig) -> list[str]:
-    """Note with the host memory that the fullest node needs, and with that of this machine if it is too little."""
     nodes = config.placement
     found: dict[str, float] = {}
     try:
@@ -116,7 +115,7 @@ def host_memory_notes(config: RunConfig) -> list[str]:
             devices = device_numbers(roles(config)[name].devices)
             most = max(Counter(number // nodes.devices_per_node for number in devices).values()) if is_elsewhere(config) else len(devices)
             found[name] = size * most / len(devices) / GIB
-    except ValueError:  # the model cannot be read, which is told elsewhere
+    except ValueError:  # unreadable model, reported elsewhere
         return []
     needed = sum(found.values())
     if needed < 1:
@@ -135,7 +134,6 @@ def hub_notes(config: RunConfig) -> list[str]:
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:
-    """Collect all notes. `further`: functions of other packages that return notes."""
     notes_of_parts = (
         mode_notes,
         gpu_notes,

@@ -1,5 +1,3 @@
-"""Checks of rollouts: generation ahead of training, log-probs computed during generation, group filter, environments."""
-
 from __future__ import annotations
 
 import shutil
@@ -25,7 +23,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import elsewhere, is_file
 
 TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
-"""Tool -> package that it needs, which the extra roll_lite[TOOL] installs."""
+"""Tool -> required package (extra roll_lite[TOOL])."""
 
 
 def _turns(config: RunConfig) -> Mistakes:
@@ -127,7 +125,7 @@ def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Return a note if samples from older weights are trained on without importance weights."""
+    """Note if stale samples train without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

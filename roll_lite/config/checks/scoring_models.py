@@ -1,5 +1,3 @@
-"""Checks of reward models and judges: valid name, used by a reward, valid folder."""
-
 from __future__ import annotations
 
 import re
@@ -20,8 +18,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check that the reward model or judge at `path` has a valid name, and that a reward of type `reward` names it in its argument
-    `argument`. If a misspelt reward or name may mean it, only that misspelling is reported, by another check."""
+    """Check the name of a reward model or judge, and that a reward uses it. Another check reports misspelt uses."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():
@@ -31,7 +28,7 @@ def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collect
     misspelt = any(close_names(other, [reward]) for other in others)
     if not NAME.fullmatch(name):
         yield path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'"
-    known = all(isinstance(one, str) and one in sections for one in asked)  # an unknown name may be this one misspelt
+    known = all(isinstance(one, str) and one in sections for one in asked)  # an unknown name may be a misspelling of this name
     if name not in asked and not misspelt and known:
         example = f"{{name: {reward}, args: {{{argument}: {name}}}}}"
         yield path, f"no domain uses it; remove the section, or set a domain's reward to {example}"

@@ -1,5 +1,4 @@
-"""Checks for secrets in a configuration, since it is logged and saved. Addresses must not contain secrets; other secrets are left out of
-logs and files."""
+"""Checks for secrets, since the configuration is logged and saved."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
-    """Refuse addresses that contain a login, token or key, in all texts, including arguments of rewards, engines and functions."""
+    """Refuse addresses with a login, token or key in any text."""
     for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:
@@ -29,7 +28,7 @@ def plain_secrets(config: RunConfig) -> list[str]:
 
 
 def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (path, text) for all texts in a section. Fields whose values are invalid are skipped."""
+    """Yield (path, text) for all texts; skip invalid fields."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value

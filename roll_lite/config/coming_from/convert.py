@@ -1,4 +1,4 @@
-"""Converts another trainer's settings to a configuration, by that trainer's table: a YAML file beside this module."""
+"""Convert another trainer's settings by its YAML table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
 def table_of(project: str) -> dict[str, Any]:
-    """Table of a project; the head of verl.yaml explains its form."""
+    """Load a project's table; verl.yaml explains its form."""
     table: dict[str, Any] = parse_yaml(FilePath(__file__).with_name(f"{project}.yaml").read_text(encoding="utf-8"), project).data
     keys: dict[str, Any] = {key: {"to": entry} if isinstance(entry, str) else entry for key, entry in table["keys"].items()}
     for key, entry in keys.items():
@@ -43,7 +43,7 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Result of an import: `config`, and `told`: settings without counterpart, and notes."""
+    """Converted settings. `told`: settings without counterpart, and notes."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
@@ -71,8 +71,7 @@ class Conversion:
         _drop_defaults(self.config, self.config)
 
     def entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Find the table's entry for a key: of several that fit, the one with the longest pattern. Returns it with the text that stands for
-        `{name}`."""
+        """Find a key's entry, longest pattern first, and the text that `{name}` matches."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
@@ -91,7 +90,7 @@ class Conversion:
             self.told.append(Problem(given.key, message, given.value, f"{self._file}:{given.line}"))
 
     def _write(self, given: Given, entry: dict[str, Any], name: str) -> str:
-        """Set the counterparts of a setting; returns what prevents it, or nothing."""
+        """Set a setting's counterparts; return an error message or an empty text."""
         value, words, targets, failure = given.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
@@ -119,7 +118,7 @@ def _meaning(config: dict[str, Any]) -> object:
 
 
 def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
-    """Drop what the configuration means without it. Device counts stay: some presets treat an explicit default differently."""
+    """Drop settings that change nothing. Device counts stay: presets may treat an explicit default differently."""
     whole = _meaning(config)
     for key, value in list(section.items()):
         if isinstance(value, dict):
@@ -134,7 +133,7 @@ def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """Setting in a file."""
+    """Setting read from a file."""
 
     key: str
     value: Any
@@ -142,7 +141,7 @@ class Given:
 
 
 def evaluate(expression: str, **names: Any) -> Any:
-    """Value of a Jinja expression that sees `names` only. An undefined name is None; FAILED if it cannot be computed."""
+    """Evaluate a Jinja expression; undefined names are None. FAILED on an error."""
     try:
         return SandboxedEnvironment().compile_expression(expression)(**names)
     except (TypeError, ArithmeticError, TemplateError):
@@ -150,7 +149,6 @@ def evaluate(expression: str, **names: Any) -> Any:
 
 
 def _from_yaml(text: str, file: str) -> list[Given]:
-    """Settings by dotted key; `${...}` is filled in if this file has its value."""
     source = parse_yaml(text, file)
     if source.problems:
         raise ConfigError(file, source.problems)
@@ -173,7 +171,7 @@ def _from_yaml(text: str, file: str) -> list[Given]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Given]:
-    """Arguments (key=value, --key value ..., --key=value) of all commands and arrays that have a known one."""
+    """Arguments of all commands and arrays that have a known one."""
     found: list[Given] = []
     for command in _commands(text):
         start = len(found)
@@ -198,7 +196,7 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Commands and arrays of a shell script: words with their lines, variables and arithmetic filled in. All branches are read."""
+    """Split a shell script into commands and arrays of (word, line). All branches are read."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array = "", False
@@ -208,7 +206,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
         before += line.removesuffix("\\")
         try:
             words = shlex.split(_filled(before, variables), comments=True)
-        except ValueError:  # a quotation that ends in a later line
+        except ValueError:  # the quotation ends in a later line
             before += "\n"
             continue
         before = ""
@@ -229,7 +227,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Shell text with its expansions. What only a shell knows becomes $(...); the environment is read by ${oc.env:NAME}."""
+    """Expand shell text. Environment variables become ${oc.env:NAME}, unknown expansions $(...)."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

@@ -1,1 +1,0 @@
-"""Merging of files and overrides into one tree of plain data."""

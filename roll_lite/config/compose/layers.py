@@ -1,7 +1,4 @@
-"""Merging of configuration files: `defaults:` lists and overrides as in Hydra, `${...}` by OmegaConf.
-
-Hydra stops at the first mistake and refuses keys that no file sets; this module collects all mistakes.
-"""
+"""Merge configuration files and overrides like Hydra, but collect all mistakes and accept keys that no file sets."""
 
 from __future__ import annotations
 
@@ -30,17 +27,15 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """Merged configuration with `${...}` resolved, without the values at the paths in `broken`."""
-
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of unresolvable values; the root if a whole file is unreadable."""
+    """Paths of unresolvable values; the root if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Values from environment variables: path -> (text as written, value)."""
+    """Path -> (text in the file, value), for values from environment variables."""
     hidden: list[str]
-    """Notes on shipped files that are not used because the user's folder has a file of the same name."""
+    """Notes on replaced shipped files."""
 
 
 @dataclass
@@ -56,7 +51,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the file's layers: its defaults in order, then the file itself, unless `_self_` places it elsewhere."""
+        """Append the file's defaults, then the file, unless `_self_` places it elsewhere."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -85,12 +80,12 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken. The default is the root: after an unreadable file, no setting counts as missing."""
+        """Report a problem and mark a path as broken, by default the root."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Entries of a `defaults:` list: (file name, place in the list). The name is None for the file itself (`_self_`)."""
+        """Pairs (file name, place); the name is None for `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -127,7 +122,6 @@ class _Composer:
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
-    """Path of the configuration `name` in `folder`, else among the shipped ones, else None."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
@@ -136,15 +130,12 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """Suggest configurations with a similar name, the user's and shipped ones. Without a similar one, list the user's; without any of the
-    user's, the shipped ones."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its defaults and the overrides; resolve `${...}`. `may_be_left_out`: keep missing values (`???`) instead of reporting
-    them."""
+    """Merge a file, its defaults and overrides. `may_be_left_out`: accept missing values (`???`)."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -161,7 +152,6 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
 
 
 def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
-    """Fill in the settings of domains whose data is a preset."""
     domains: Any = tree.get("domains")
     for name, domain in domains.items() if isinstance(domains, dict) else ():
         data = domain.get("data") if isinstance(domain, dict) else None
@@ -171,7 +161,7 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
                 domains[name] = expanded(domain, path)
             except ValueError as error:
                 composer.refuse(dotted((*path, "data", "preset")), str(error), data["preset"], (*path, "data"))
-                composer.broken.add((*path, "reward"))  # is not missing
+                composer.broken.add((*path, "reward"))  # so that it does not count as missing
 
 
 def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
@@ -184,7 +174,7 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Names of the environment variables read so far while the current value is resolved."""
+"""Environment variables of the value being resolved."""
 
 
 def _environment(key: str, *default: Any) -> Any:
@@ -194,7 +184,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Plain data with `${...}` replaced. A value that cannot be resolved is reported and its path marked as broken."""
+    """Replace `${...}`; report unresolvable values and mark their paths as broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:
@@ -235,7 +225,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """The error's message, without values of environment variables."""
+    """Error message without environment values."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

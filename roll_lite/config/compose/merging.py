@@ -1,5 +1,4 @@
-"""Merges configurations by the schema: `strategy: sglang` means `strategy: {name: sglang}`, a new `name` drops keys that only the former
-choice has, null removes inherited settings."""
+"""Merge configurations by the schema: a new `name` drops keys of the former choice, null removes inherited settings."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at, word_of
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """Expand short forms at `path` and below, before merging: `sglang` becomes `{name: sglang}`. Adds the line numbers of the new `name`
-    keys to `lines`."""
+    """Expand short forms: `sglang` becomes `{name: sglang}`. `lines` gets the new keys' line numbers."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -26,14 +24,13 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word that stands for a section. Interpolations do not count: they may give a whole section."""
+    """True for a word that stands for a section, not for an interpolation."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`, both at `path`: sections are merged, other values replaced. null removes an inherited entry of a mapping,
-    and restores the default of a setting that cannot be null."""
+    """Merge `layer` into `tree`. null removes an inherited mapping entry, or restores a default."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():
@@ -46,8 +43,7 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys to drop because the layer changes the section's `name`: `args`, and fields that the new choice lacks or defines differently.
-    Empty if the new name is interpolated or missing."""
+    """Keys to drop if `name` changes: `args`, and fields that the new choice lacks or defines differently."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

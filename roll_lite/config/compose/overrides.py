@@ -21,7 +21,6 @@ GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
 _KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
 
 _CALL = re.compile(r"\s*(range|choice|interval|glob|shuffle|sort|tag)\((.*)\)\s*", re.DOTALL)
-"""Matches a function of Hydra's sweep syntax."""
 MOST_RUNS = 1000
 
 
@@ -34,7 +33,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Parse `key=value`, `+key=value` or `~key`. Values are YAML; in text settings, braces and colons need no quotes."""
+    """Parse an override. Values are YAML; texts need no quotes for braces and colons."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -55,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of a section's `name` before those of its other settings, since a new name drops earlier settings."""
+    """Move overrides of `name` before others of its section, which a new name would drop."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -71,8 +70,7 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Expand a sweep: `key=a,b` or `key=choice(a,b)` to `key=a` and `key=b`, `key=range(1,3)` to `key=1` and `key=2`. Commas in quotes or
-    brackets do not separate. ValueError if invalid."""
+    """Expand a sweep: `key=a,b`, `key=choice(a,b)` or `key=range(1,3)`. ValueError if invalid."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
         values = _parts(raw) if separator else []
@@ -121,7 +119,7 @@ def _range(arguments: str) -> list[str]:
 
 
 def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
-    """Set, merge or delete the override's value. New keys are created; the schema checks them later."""
+    """Set, merge or delete a value. The schema refuses unknown keys later."""
     try:
         holder, depth = _holder(tree, override)
     except LookupError as error:
@@ -148,8 +146,7 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Innermost existing section or list on the override's path, and the number of keys that lead to it. LookupError if there is no place
-    for the next key."""
+    """Innermost existing section or list on the path, and its depth. LookupError if the next key does not fit."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

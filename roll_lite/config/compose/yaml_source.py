@@ -1,4 +1,4 @@
-"""Parses YAML to plain data, with line numbers and all mistakes."""
+"""Parse YAML to plain data with line numbers; collect all mistakes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, spa
 from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
-"""Maximum values in a text, with aliases expanded."""
+"""Limit of values, with aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-6 as a number and 2026-08-01 as text, unlike YAML 1.1."""
+    """YAML 1.1, but 1e-6 is a number and 2026-08-01 a text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -40,11 +40,11 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths of unreadable values, which are null in `data`; the root if the whole text is unreadable."""
+    """Paths of unreadable values; the root if the whole text is unreadable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse a text whose values belong at path `root` of the configuration. `place`: the text's name in messages."""
+    """Parse the text of path `root`. `place`: its name in messages."""
     source = YamlSource()
     try:
         loader = _Loader(text)
@@ -58,7 +58,7 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
 
 
 def _values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Number of values, aliases expanded. YAMLError if an alias stands for a section that contains it."""
+    """Count values; YAMLError if an alias contains itself."""
     if id(node) not in known:
         known[id(node)] = None
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -98,7 +98,6 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
 
 
 def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
-    """Value of a scalar. If invalid, records a problem and returns None."""
     value, message = None, ""
     try:
         value = loader.construct_object(node, deep=True)

@@ -1,2 +1,1 @@
-"""Schema of the configuration: typed, strict, frozen. `make docs` writes the tables of `docs/configuration.md` from it. `checks/` compares
-fields with each other, `arithmetic.py` derives values."""
+"""Schema of the configuration; `make docs` writes docs/configuration.md from it."""

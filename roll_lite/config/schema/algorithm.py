@@ -1,4 +1,4 @@
-"""Section of the algorithm, and its parts: KL, reward shaping, masks, supervised data."""
+"""Section `algorithm` and its parts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ class FixedKlConfig(Section):
 
 
 class AdaptiveKlConfig(Section):
-    """Raises the KL coefficient once per step if KL is above the target, and lowers it if KL is below."""
+    """KL coefficient that rises while KL is above the target, and falls while below."""
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. KL is measured in kl_in_reward by its estimator (if that is abs, by k3), in
-    kl_in_loss by k3 (or exactly, for `estimator: full`)."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures by its estimator (k3 for abs), kl_in_loss by k3 or
+    full."""
     horizon: PositiveFloat = 10000.0
-    """Samples over which the coefficient changes by at most about 20%; a larger horizon makes slower changes. One step never changes it by
-    more than 20%."""
+    """Samples over which the coefficient changes by at most 20%; larger is slower."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
@@ -45,10 +44,9 @@ class KlInRewardConfig(Section):
     coef: NonNegativeFloat = 0.0
     """Weight of KL; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """Estimator of KL: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact sum over the
-    vocabulary."""
+    """KL estimator: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact over the vocabulary."""
     controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
-    """Schedule of the weight: fixed or adaptive."""
+    """Fixed or adaptive weight."""
 
     @rule
     def _controls(self) -> Mistakes:
@@ -58,10 +56,9 @@ class KlInRewardConfig(Section):
 
 class KlInLossConfig(KlInRewardConfig):
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k3"
-    """Estimator of KL, as for kl_in_reward."""
+    """KL estimator, as for kl_in_reward."""
     unbiased_gradient: bool = False
-    """Use an unbiased estimate of the gradient of KL(policy || reference), instead of the gradient of the KL estimate. Tokens sampled by an
-    older policy get importance weights."""
+    """Use an unbiased gradient of KL(policy || reference), not the gradient of the estimate."""
 
     @rule
     def _unbiased(self) -> Mistakes:
@@ -74,8 +71,7 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples over which mean and standard deviation are taken. batch: the step's training samples. group: all samples of the prompt.
-    running: all training samples of the run so far, including this step's."""
+    """Samples for mean and standard deviation. batch: all of the step. group: all of the prompt. running: all so far."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -89,134 +85,125 @@ class RewardNormalizationConfig(Section):
 
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
-    """linear: subtract coef * tokens / max_tokens. group: add a value that falls from coef/2 for the group's shortest response to -coef/2
-    for its longest; incorrect samples get no positive value."""
+    """linear: subtract coef * tokens / max_tokens. group: add coef/2 for the group's shortest response, falling to -coef/2 for its longest,
+    at most 0 for incorrect samples."""
     coef: PositiveFloat
     """Strength of the penalty."""
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment: a penalty for responses that come near max_tokens."""
+    """DAPO's soft overlong punishment, for responses near max_tokens."""
 
     buffer_tokens: PositiveInt
-    """Tokens before max_tokens over which the penalty grows linearly from 0."""
+    """Tokens before max_tokens over which the penalty grows linearly."""
     penalty: PositiveFloat = 1.0
     """Penalty at max_tokens."""
 
 
 class RewardShapingConfig(Section):
-    """Turns scores into rewards, in this order: format bonus, length penalty, truncation penalty, overlong penalty, scale, clip,
-    normalisation, domain weight."""
+    """Steps from score to reward: format bonus, length, truncation and overlong penalties, scale, clip, normalisation, domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
-    """Penalty for long responses; null: none."""
+    """Penalty for long responses."""
     overlong: OverlongConfig | None = None
-    """Penalty for responses near max_tokens; null: none."""
+    """Penalty for responses near max_tokens."""
     scale: PositiveFloat = 1.0
-    """Factor by which rewards are multiplied."""
+    """Factor of all rewards."""
     clip: PositiveFloat | None = None
-    """Limit rewards to [-clip, clip]; null: unlimited."""
+    """Limit rewards to [-clip, clip]; null: off."""
     normalize: RewardNormalizationConfig | None = None
-    """Normalisation by mean and standard deviation; null: none."""
+    """Normalisation of rewards."""
 
 
 class MasksConfig(Section):
-    """Excludes samples from training. Excluded samples still count in their group's baseline, and in metrics by domain."""
+    """Exclusion of samples from training. Excluded samples still count in group baselines."""
 
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Samples cut at max_tokens or max_turns. keep: train; mask: do not train; penalize: train, with truncated_penalty subtracted from the
-    reward."""
+    """Samples cut at max_tokens or max_turns. keep: train. mask: exclude. penalize: train with truncated_penalty."""
     truncated_penalty: PositiveFloat = 1.0
-    """Penalty subtracted under `truncated: penalize`."""
+    """Amount that penalize subtracts from the reward."""
     group_mean: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Train only groups whose mean score lies in this range, ends included; null: all."""
+    """Train only groups with a mean score in this inclusive range."""
     response_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Train only responses whose length in tokens lies in this range, ends included; null: all."""
+    """Train only responses with a length in this inclusive range."""
     function: str | None = None
     """Dotted path to your function `RewardRows -> weights [samples]` (docs/algorithms.md). Weights multiply losses; 0 excludes a sample."""
 
 
 class PtxDataConfig(Section):
     train: DataPath | Annotated[list[DataPath], Field(min_length=1)]
-    """Files as for a domain: .jsonl, .parquet, a folder, hf://..., or a list of these, read one after the other."""
+    """Data: .jsonl, .parquet, a folder, hf://..., or a list of these."""
     prompt: str = "prompt"
-    """Column with the prompt (a string or chat messages) or, if `answer` is null, with the text to learn."""
+    """Column with the prompt (string or chat messages)."""
     answer: str | None = "answer"
-    """Column with the text to learn; null: learn the prompt itself, as in pre-training."""
+    """Column with the text to learn; null: learn the prompt (pre-training)."""
 
 
 class PtxConfig(Section):
-    """Adds a supervised loss to the actor's policy loss in every optimizer step (PPO-ptx): coef * mean cross-entropy of the tokens to
-    learn, at temperature 1."""
+    """Supervised loss in the actor's optimizer steps (PPO-ptx): coef * mean cross-entropy at temperature 1."""
 
     data: PtxDataConfig
-    """Data to learn. Every pass uses each row once, in a seeded order; a resumed run continues this order."""
+    """Data to learn, in a seeded order that resumed runs continue."""
     template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
-    """Template of the prompt; the answer and the end of sequence follow it."""
+    """Template of the prompt; answer and end of sequence follow."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
-    """Rows per optimizer step, packed into micro-batches with the policy's samples."""
+    """Rows per optimizer step, packed with the policy's samples."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
-    """Maximum tokens of prompt and answer; longer rows are cut at the end."""
+    """Maximum tokens of prompt and answer; longer rows are cut."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Domain with this section's data and template, for functions that load and check the data of a domain."""
+        """DomainConfig with this data and template, to load and check them."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
-        sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
+        sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
 
 
 class AlgorithmConfig(Section):
     reward: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
-    """Shaping of rewards."""
+    """Reward shaping."""
     masks: MasksConfig = Field(default_factory=MasksConfig)
-    """Samples that do not train."""
+    """Samples excluded from training."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)
     """Advantage estimator."""
     whiten_advantages: bool = False
-    """Normalize advantages to mean 0 and variance 1 over all tokens of the batch that the policy sampled."""
+    """Normalise advantages to mean 0 and variance 1 over the batch's sampled tokens."""
     policy_loss: PolicyLossConfig = Field(default_factory=PpoLossConfig)
     """Policy loss."""
     mismatch_correction: MismatchCorrectionConfig | None = None
-    """Correction for different log-probs in engine and trainer; null: none."""
+    """Correction for different log-probs in engine and trainer."""
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Reduction of token losses to one loss, over the mini-batch on all ranks. token_mean: mean over all tokens. sequence_mean_token_mean:
-    mean over sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: the same, with
-    each sum divided by aggregation_constant."""
+    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over tokens. sequence_mean_token_mean,
+    sequence_mean_token_sum: mean over sequences of token means or sums. constant: the latter, divided by aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """What the aggregation counts as one sequence, if a sample has several rows because an agent's requests branch. sample: all its rows
-    together, so each sample counts once. row: each row, so a sample with more rows counts more."""
+    """Sequence of `aggregation` if a sample has several rows (an agent's requests branch). sample: all its rows. row: each row."""
     aggregation_constant: PositiveInt | None = None
-    """Divisor, in tokens, for `aggregation: constant`; null: the largest max_tokens of all domains."""
+    """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
     """KL(policy || reference) subtracted from every token's reward."""
     kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
     """KL(policy || reference) added to the loss."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus in the loss; 0: off."""
+    """Weight of the entropy bonus; 0: off."""
     ptx: PtxConfig | None = None
-    """Supervised loss on a data set; null: none."""
+    """Supervised loss on a data set."""
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
-    """Source of old log-probs. recompute: an extra forward pass of the trainer before the updates. current: the training pass itself,
-    detached; only with one update per batch. rollout: the engine."""
+    """Source of old log-probs. recompute: an extra forward pass. current: the training pass, detached. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Which experts the actor's updates use, in models with experts. none: the router chooses anew. train: the experts of the pass for old
-    log-probs. rollout: the engine's experts, also in the pass for old log-probs. The router still learns, since its probabilities weight
-    the experts' outputs."""
+    """Experts of the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: the engine's, in that pass
+    too. The router still learns, as its probabilities weight the experts."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats, averaged over an update's tokens. If an update exceeds it, or its KL is NaN, the update stays
-    applied, but the actor's remaining updates of the step are left out. Updates skipped because their loss or gradient is not finite are
-    not checked. null: no limit."""
+    """Limit of KL(old || new), in nats per token. After an update that exceeds it, the actor skips its remaining updates of the step."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the start that train only the critic."""
+    """First steps, which train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:
@@ -253,6 +240,6 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """True if the loss contains a ratio to the engine's log-probs."""
+        """True if the loss has a ratio to the engine's log-probs."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

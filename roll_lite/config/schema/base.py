@@ -1,4 +1,4 @@
-"""Base class of the configuration's sections, decorator that marks their checks, and shared field types."""
+"""Base class of sections, their `rule` decorator, and shared field types."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a relative path absolute, since workers may run in another folder. `examples/...`, if not found, is looked up in the package.
-    ValueError if the home folder (`~name`) does not exist or the path cannot be inspected."""
+    """Make a path absolute, since workers may run in another folder. A missing `examples/...` is looked up in the package. ValueError if
+    the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -54,32 +54,32 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
 def _as_written(path: Any) -> str:
-    if not isinstance(path, Path):  # of a union, another member
+    if not isinstance(path, Path):  # another member of a union
         raise PydanticSerializationUnexpectedValue("no path")
     return written(path)
 
 
 _AS_WRITTEN = PlainSerializer(_as_written, when_used="json")
 ModelFolder = Annotated[Path, AfterValidator(lambda path: located(path, "model") or from_current_folder(path)), _AS_WRITTEN]
-"""Folder, or name of a model on the hub."""
+"""Model folder, or name of a model on the hub."""
 DataPath = Annotated[Path, AfterValidator(lambda path: located(path, "dataset") or from_current_folder(path)), _AS_WRITTEN]
-"""File, folder, or name of a data set on the hub (hf://...)."""
+"""File, folder, or data set on the hub (hf://...)."""
 
 
 class Refused(Exception):
-    """Raised on reading a field whose value was invalid."""
+    """Raised when a field with an invalid value is read."""
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """List the items that an iterator yields before it ends or raises Refused."""
+    """List items until the iterator ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
-        mistakes.extend(found)  # keeps those before the exception
+        mistakes.extend(found)  # keeps the items before the exception
     return mistakes
 
 
 Mistakes = Iterator[tuple[str, str]]
-"""Pairs (key of the field, message with mistake and remedy). An empty key means the whole section."""
+"""Pairs (field, message). An empty field means the whole section."""
 Rule = Callable[[Any], Mistakes]
 
 
@@ -95,7 +95,7 @@ def _rules(cls: type) -> list[Rule]:
 
 
 class Section(BaseModel):
-    """Base class of sections. Unknown keys are refused, values are frozen."""
+    """Base class of sections: no unknown keys, frozen values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
@@ -107,10 +107,10 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Mistakes found by the section's rules. A rule that reads an invalid field stops there; the other rules still run."""
+        """Run the section's rules. A rule stops at an invalid field; others still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Keyword arguments for the function that uses the section: all fields except `name`."""
+        """All fields except `name`, as keyword arguments."""
         return {field: value for field, value in self if field != "name"}

@@ -1,4 +1,4 @@
-"""Sections of domains (data, template, sampling, reward) and of rollouts."""
+"""Sections of domains and of rollouts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from roll_lite.config.text_templates import compile_format, placeholders
 
 
 class DataFilterConfig(Section):
-    """Selects rows of the data. At its start, a run prints how many rows are dropped."""
+    """Row selection."""
 
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
-    """Keep prompts, also held-out ones, whose token count (with the template) lies in this range, ends included. null: all."""
+    """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
-    """Column with the number for difficulty_range, such as the share of correct samples of a model. Only `train` needs it."""
+    """Column for difficulty_range, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Keep training prompts whose difficulty lies in this range, ends included; held-out prompts are all kept. null: all."""
+    """Keep training prompts, not held-out ones, with a difficulty in this inclusive range."""
 
     @rule
     def _column(self) -> Mistakes:
@@ -43,33 +43,30 @@ DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     preset: str | None = None
-    """Public data set whose rows train, and whose settings the domain has where it sets none itself: `roll-lite data list` (docs/data.md).
-    Your own `train` and `validation` then have the data set's columns. null: rows are read as they are."""
+    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings apply where the domain has none."""
     validation_preset: str | None = None
-    """Preset of `validation`, if it is another one."""
+    """Preset of `validation`, if different."""
     train: DataFiles
-    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or a data set of the hub:
-    hf://owner/name/configuration?split=train (docs/data.md). The files of a list are read in order. A mapping of paths to shares mixes the
-    files: each supplies its share of the prompts, however few rows it has."""
+    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
+    hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to shares."""
     validation: DataFiles | None = None
-    """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
+    """Held-out prompts in the same forms; all are used, without shares."""
     tag: str | None = None
-    """Column with each row's tag, if several domains share files; null: all rows belong to this domain."""
+    """Column with the row's tag, if domains share files."""
     tags: list[str] = Field(default_factory=list)
-    """Tags of the rows that belong to this domain. A tag that no domain lists is an error."""
+    """Tags of this domain's rows. A tag in no domain is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
     """Selection of rows."""
     prompt: str = "prompt"
-    """Column with the prompt (a string or chat messages)."""
+    """Column with the prompt (string or chat messages)."""
     answer: str | None = "answer"
-    """Column with the reference answer of every row; null: none."""
+    """Column with the reference answer; null: none."""
     weight: str | None = None
-    """Column with the weight of a prompt's samples in the loss; null: all weights are 1."""
+    """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order. After the last, other domains fill this domain's part of the batch; if none has
-    prompts left, the run ends with an error. null: unlimited."""
+    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of the batch."""
     report_by: str | None = None
-    """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
+    """Column of held-out prompts, such as level, by whose values (at most 50) validation is also reported."""
 
     def preset_of(self, split: str) -> str | None:
         return self.preset if split == "train" else self.validation_preset or self.preset
@@ -86,7 +83,7 @@ class PlainTemplateConfig(Section):
 
     name: Literal["plain"] = "plain"
     text: Annotated[str, AfterValidator(_shows_the_prompt)] = "{prompt}"
-    """Model input; {prompt} stands for the content of the prompt column."""
+    """Model input; {prompt} is replaced by the prompt column."""
 
 
 class ChatTemplateConfig(Section):
@@ -102,29 +99,29 @@ class ChatTemplateConfig(Section):
 TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discriminator="name")]
 
 
+# Range of vLLM, which raises lower temperatures to 0.01 and refuses higher ones.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
-"""Range of temperatures. vLLM raises lower ones to 0.01 and refuses higher ones."""
 
 
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
-    """Sampling temperature; training log-probs use it too."""
+    """Sampling temperature, also used for training log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1: off."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample from the k likeliest tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drop tokens whose probability is below this share of the likeliest token's; 0: off."""
+    """Minimum probability relative to the likeliest token's; 0: off."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens, with the template. A longer one is an error; drop it by data.filter.prompt_tokens."""
+    """Longest prompt in tokens, template included; longer ones are an error (data.filter.prompt_tokens)."""
     max_tokens: PositiveInt = 1024
-    """Longest response in tokens; generation stops there (truncated)."""
+    """Longest response in tokens; longer ones are truncated."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
-    """Texts that end a response and remain in it. A text completed within the first min_tokens tokens is ignored."""
+    """Texts that end a response and stay in it; ignored within the first min_tokens tokens."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
-    """Token ids that end a response and remain in it, besides the model's end of sequence."""
+    """Token ids that end a response and stay in it, besides the end of sequence."""
 
     @rule
     def _limits(self) -> Mistakes:
@@ -142,7 +139,7 @@ _HeldOutTemperature = Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE), Aft
 
 
 class HeldOutSamplingConfig(Section):
-    """Sampling of a domain's held-out prompts. A null field takes its value from validation.sampling."""
+    """Sampling of a domain's held-out prompts; null fields use validation.sampling."""
 
     temperature: _HeldOutTemperature | None = None
     """Sampling temperature; 0: greedy."""
@@ -151,43 +148,42 @@ class HeldOutSamplingConfig(Section):
     top_k: Annotated[int, Field(ge=0)] | None = None
     """Sample from the k likeliest tokens; 0: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Drop tokens whose probability is below this share of the likeliest token's; 0: off."""
+    """Minimum probability relative to the likeliest token's; 0: off."""
     max_tokens: PositiveInt | None = None
     """Longest response in tokens."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     """Shortest response in tokens."""
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] | None = None
-    """Texts that end a response and remain in it."""
+    """Texts that end a response and stay in it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    """Token ids that end a response, besides the model's end of sequence."""
+    """Token ids that end a response, besides the end of sequence."""
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts in all domains. A null field takes its value from the domain's `sampling`."""
+    """Sampling of held-out prompts; null fields use the domain's `sampling`."""
 
     temperature: _HeldOutTemperature = 1.0
     """Sampling temperature; 0: greedy."""
 
 
 class FormatConfig(Section):
-    """Bonus or penalty for a response's format, whether or not its answer is right."""
+    """Bonus or penalty for a response's format, independent of its correctness."""
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
-    """Regular expression searched in the response. `.` matches line breaks too; anchor with ^ and $ to match the whole response."""
+    """Regular expression searched in the response; `.` matches line breaks."""
     bonus: float = 0.1
-    """Added to the score of matching responses."""
+    """Bonus for matching responses."""
     penalty: NonNegativeFloat = 0.0
-    """Subtracted from the score of responses that do not match."""
+    """Penalty for responses that do not match."""
 
 
 class RewardTermConfig(Section):
     name: str
-    """Reward type (docs/rewards.md) or dotted path, as for `reward.name`. `length`, `repetition` and `format` are meant for use as
-    terms."""
+    """Reward type (docs/rewards.md) or dotted path."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
-    """Factor of this reward in the sum; negative: a penalty."""
+    """Factor of this reward; negative: a penalty."""
 
     @rule
     def _weighs(self) -> Mistakes:
@@ -196,23 +192,23 @@ class RewardTermConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores samples by a built-in type or your function, plus further terms."""
+    """Scoring by a built-in type or your function."""
 
     name: str
-    """Built-in type (docs/rewards.md), or dotted path to your function `sample -> score`, sync or async; it may also take a list of
+    """Built-in type (docs/rewards.md), or dotted path to your sync or async function `sample -> score`, which may also take a list of
     samples."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Further rewards, added to the score times their weights. Only the main reward (`name`) decides whether a sample is correct."""
+    """Further rewards, added with weights. Only `name` decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds to score a sample; then the attempt fails."""
+    """Seconds for one attempt to score a sample."""
     start_timeout_s: PositiveFloat = 120.0
-    """Seconds to start a worker, which imports the function."""
+    """Seconds for a worker to start and import the function."""
     retries: Annotated[int, Field(ge=0)] = 1
-    """Retries of scoring before a sample counts as failed."""
+    """Scoring retries before a sample counts as failed."""
     weight: PositiveFloat = 1.0
     """Factor of this domain's rewards, applied after algorithm.reward."""
     format: FormatConfig | None = None
@@ -230,15 +226,15 @@ class DomainConfig(Section):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling in training."""
     validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
-    """Sampling of held-out prompts. Null fields take their values from validation.sampling."""
+    """Sampling of held-out prompts; null fields use validation.sampling."""
     environment: EnvironmentConfig | None = Field(default=None, discriminator="name")
-    """Environment of episodes with several turns; null: one response per prompt."""
+    """Environment of multi-turn episodes; null: one response per prompt."""
     reward: RewardConfig = Field(default_factory=lambda: RewardConfig(name=ENVIRONMENT_REWARD))
-    """Scoring of responses. May be left out if the environment gives the rewards."""
+    """Scoring of responses; optional if the environment gives rewards."""
     share: PositiveFloat = 1.0
-    """Share of this domain in a batch's prompts, relative to the other domains; shares need not sum to 1."""
+    """Relative share of a batch's prompts; shares need not sum to 1."""
     min_prompts: Annotated[int, Field(ge=0)] = 0
-    """Minimum prompts of this domain in a batch, even beyond its share; other domains then get fewer."""
+    """Minimum prompts in a batch, even beyond the share."""
     samples_per_prompt: PositiveInt | None = None
     """Responses per prompt (group size); null: rollout.samples_per_prompt."""
 
@@ -263,23 +259,23 @@ def rewards_turns(domain: DomainConfig) -> bool:
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Built-in measures of a group -> default bounds (above, below) between which groups train. None: no bound."""
+"""Group measure -> default bounds (above, below); None: no bound."""
 
 
 class GroupFilterConfig(Section):
-    """Dynamic sampling (DAPO): groups without a learning signal are dropped, and other prompts are generated until the batch is full."""
+    """Dynamic sampling (DAPO): replace groups without a learning signal by others until the batch is full."""
 
     name: str = "accuracy"
-    """Measure of a group: accuracy (share of correct samples), or mean or std of its scores. Or dotted path to your function `SampleGroup
-    -> bool`: True if the group trains."""
+    """Group measure: accuracy (share of correct samples), mean or std of scores; or dotted path to your function `SampleGroup -> bool`,
+    True to train."""
     above: float | None = None
-    """Train only groups whose measure is above this. null: 0 for accuracy and std, no bound for mean."""
+    """Train only groups with a larger measure. null: 0 for accuracy and std."""
     below: float | None = None
-    """Train only groups whose measure is below this. null: 1 for accuracy, no bound for mean and std."""
+    """Train only groups with a smaller measure. null: 1 for accuracy."""
     tries: PositiveInt = 10
-    """Maximum prompts that a domain tries for a batch, as a multiple of the groups that it has in the batch."""
+    """Maximum prompts of a domain for a batch, as a multiple of its groups in the batch."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action when `tries` is reached. fail: end the run. continue: train on the groups that passed."""
+    """Action after `tries`. fail: end the run. continue: train the passing groups."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -297,7 +293,7 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Bounds (above, below) of the measure, with defaults in place of null."""
+        """Bounds (above, below) with defaults in place of null."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
@@ -308,46 +304,38 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Responses per prompt (group size)."""
     request_timeout_s: PositiveFloat = 600.0
-    """Time limit in seconds for generating a response. Time in the engine's queue and during weight updates does not count."""
+    """Seconds to generate a response, without queueing and weight updates."""
     retries: Annotated[int, Field(ge=0)] = 2
-    """Retries of a failed generation before its sample counts as failed."""
+    """Generation retries before a sample counts as failed."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of the rollout service within an hour, after its process died or hung; then the run ends. Unfinished prompts start
-    again; if updates were under way, the run goes back to the newest checkpoint."""
+    """Maximum restarts per hour of a dead or hung rollout service; then the run ends. Unfinished prompts start again."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
-    """sync: generation and training alternate. one_step_off: the next batch is generated while one is trained. async: engines generate all
-    the time, at most max_staleness steps ahead."""
+    """Overlap of generation and training. sync: none. one_step_off: the next batch is generated while one trains. async: engines always
+    generate, up to max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Maximum steps between the weights that generate a sample and the weights that it trains. null: 0 for sync, else 1. Training waits for
-    samples that would otherwise be too old for the next batch. Samples beyond the limit are dropped, and their prompts generated again."""
+    """Maximum steps between the weights that generate a sample and those it trains. Older samples are dropped and generated again. null: 0
+    for sync, else 1."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """What happens to running responses at a weight update. drain: the update waits until they end. pause: they continue in their engine,
-    which recomputes the KV cache. abort: they are interrupted, and any engine continues them. null: abort if engines offload; otherwise
-    drain for one_step_off, pause for sync and async."""
+    """Treatment of running responses at a weight update. drain: wait for them. pause: they stay in their engine, which recomputes the KV
+    cache. abort: any engine continues them. null: abort if engines offload, else drain for one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Prompts started for a batch, as a multiple of its size. Above 1, slow or filtered groups delay the batch less. Only with `supply:
-    sync`; one_step_off and async generate ahead anyway."""
+    """Prompts started, as a multiple of the batch, so that slow or filtered groups delay it less. Only with `supply: sync`."""
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Maximum tokens in all requests of an engine: prompts, and responses at their expected length. An engine at the limit gets no further
-    request. null: only max_running_requests counts."""
+    """Maximum tokens of an engine's requests, counting prompts and expected responses. null: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups while others are still generated. The models that compute them must not share devices
-    with engines."""
+    """Compute log-probs and values of finished groups during generation. Needs separate devices."""
     dump: bool = False
-    """Write every batch with tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
+    """Write every batch (tokens, log-probs, texts) to the run's `dumps/` (docs/replay.md)."""
     keep_mask: bool = False
-    """Record which tokens top-k, top-p and min-p allowed at each position, and normalise training log-probs over these tokens only, as the
-    engine does."""
+    """Record which tokens top-k, top-p and min-p allowed, and normalise training log-probs over them."""
     on_mismatch: Literal["end", "pause"] = "end"
-    """Action if engines' and trainer's log-probs differ too much (max_mismatch). end: end the run. pause: wait with everything loaded, and
-    continue anyway once you delete the file paused.txt in the run's folder."""
+    """Action if engine and trainer log-probs differ too much (max_mismatch). end: end the run. pause: wait until you delete the run's
+    paused.txt."""
     max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
-    """Maximum mean difference, in nats, between engine's and trainer's log-probs of the same tokens. Checked in the first batch, and later
-    in each engine's samples from the trainer's current weights. A larger difference means that engine and trainer hold different models; so
-    does one several times that of earlier steps or of other engines. Both end or pause the run (on_mismatch). auto: 0.01 if both compute in
-    float32, else 0.2; usual in bfloat16: 0.01 to 0.05. null: no check."""
+    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens; more, or a jump, means that they hold
+    different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

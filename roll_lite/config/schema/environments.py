@@ -1,4 +1,4 @@
-"""Sections of environments, which answer a policy's responses over several turns."""
+"""Sections of environments, which answer the policy over several turns."""
 
 from __future__ import annotations
 
@@ -12,78 +12,75 @@ CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
 
 class EnvironmentSection(Section):
-    """Settings that all environments have."""
-
     max_turns: PositiveInt = 8
-    """Maximum responses in an episode. An episode that needs more ends with finish reason max_turns."""
+    """Maximum responses in an episode; then it ends with finish reason max_turns."""
     max_turn_tokens: PositiveInt | None = None
-    """Longest response of one turn in tokens. null: only sampling.max_tokens applies, which limits all tokens after the first prompt
-    together."""
+    """Longest response of one turn in tokens. sampling.max_tokens limits all tokens after the first prompt."""
     turn_timeout_s: PositiveFloat = 60.0
-    """Seconds in which the environment must answer a response; then the attempt fails."""
+    """Seconds for the environment's answer."""
     rewards: Literal["sum", "last", "per_turn"] = "sum"
-    """Score of an episode. sum: the sum of its responses' rewards. last: the reward of the last response. per_turn: the sum too, but in
-    training each response's reward goes to its own last token; needs the estimator reinforce, reinforce_plus_plus, gae, gigpo or custom."""
+    """Score of an episode: sum or last of its responses' rewards. per_turn: the sum, but training gives each reward to its response's last
+    token; needs advantage reinforce, reinforce_plus_plus, gae, gigpo or custom."""
     workers: PositiveInt = 1
-    """Processes that play this domain's episodes."""
+    """Processes that run this domain's episodes."""
     parallel: PositiveInt = 256
-    """Maximum episodes at a time in one worker; others wait."""
+    """Maximum concurrent episodes per worker."""
     start_timeout_s: PositiveFloat = 120.0
-    """Seconds to start a worker, which imports the environment."""
+    """Seconds for a worker to start and import the environment."""
     call_format: CallFormat | None = None
-    """Format of the model's tool calls; null: the format of its chat template."""
+    """Format of the model's tool calls; null: the chat template's."""
 
 
 class FunctionEnvironmentConfig(EnvironmentSection):
-    """A class or an async function of your own (docs/environments.md)."""
+    """Your class or async function (docs/environments.md)."""
 
     name: Literal["function"]
     function: str
-    """Dotted path to a class with `reset` and `step`, or to an async function `(task, policy)`."""
+    """Dotted path to a class with `reset` and `step`, or async function `(task, policy)`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
 
 
 class PythonToolConfig(Section):
-    """Python interpreter in a sandbox, one for each episode. Its state is kept from call to call."""
+    """Sandboxed Python interpreter, one per episode. Its state is kept between calls."""
 
     name: Literal["python"]
     timeout_s: PositiveFloat = 10.0
-    """Time limit of a call in seconds. Code that takes longer gets a KeyboardInterrupt; if it ignores that, the interpreter is killed."""
+    """Seconds for a call; then the code gets a KeyboardInterrupt."""
     memory_mb: PositiveInt = 512
-    """Memory of an interpreter and its child processes."""
+    """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
-    """Column with the files of the interpreter's folder, {file name: text}; null in rows without files. null: no files."""
+    """Column with files for the interpreter's folder: {file name: text}, or null."""
     python_path: list[UserPath] = Field(default_factory=list)
-    """Folders that code may import from, besides the standard library."""
+    """Folders that code may import from."""
     allow_unprotected: bool = False
     """Run code even if it cannot be isolated."""
 
 
 class SearchToolConfig(Section):
-    """Search in local documents by keywords (BM25)."""
+    """Keyword search (BM25) in local documents."""
 
     name: Literal["search"]
     corpus: UserPath
-    """Documents: JSON lines, or a text file with one document per line. Columns `id` and `title`, if present, are shown with the text."""
+    """Documents: JSON lines, or text with one per line."""
     text: str = "text"
     """Column with the text of a document."""
     results: PositiveInt = 5
-    """Maximum documents that a search returns."""
+    """Maximum documents per search."""
 
 
 class McpToolConfig(Section):
-    """Tools of a Model Context Protocol (MCP) server. Each episode that calls them opens a session."""
+    """Tools of a Model Context Protocol (MCP) server, one session per episode."""
 
     name: Literal["mcp"]
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Program of a server on standard input and output, with its arguments. Each session starts it."""
+    """Command line of a server on standard input and output, started per session."""
     url: str | None = None
     """Address of a running server (Streamable HTTP)."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for `command`, besides HOME, PATH and the like."""
     tools: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of the server's tools that the model may call; null: all."""
+    """Tools that the model may call; null: all."""
 
     @rule
     def _one_server(self) -> Mistakes:
@@ -92,23 +89,23 @@ class McpToolConfig(Section):
 
 
 class FunctionToolConfig(Section):
-    """Python function of your own."""
+    """Your Python function."""
 
     name: str
-    """Dotted path to a function with type hints and a docstring, sync or async."""
+    """Dotted path to a function with type hints and a docstring."""
 
 
 ToolConfig = PythonToolConfig | SearchToolConfig | McpToolConfig | FunctionToolConfig
 
 
 class ToolsEnvironmentConfig(EnvironmentSection):
-    """Tools that the model may call. The first response without a call ends the episode; the domain's reward scores it."""
+    """Tools that the model may call. The first response without a call ends the episode, which the domain's reward scores."""
 
     name: Literal["tools"]
     tools: Annotated[list[ToolConfig], Field(min_length=1)]
-    """Dotted paths to Python functions, and the shipped tools python, search and mcp. The chat template describes them to the model."""
+    """Tools, described to the model by the chat template: python, search, mcp, or dotted paths to Python functions."""
     max_result_chars: Annotated[int, Field(ge=200, le=200_000)] = 8000
-    """Longest result of a call, in characters. A longer one is shown without its middle."""
+    """Longest result of a call in characters; longer ones lose their middle."""
 
     @rule
     def _in_time(self) -> Mistakes:
@@ -119,16 +116,15 @@ class ToolsEnvironmentConfig(EnvironmentSection):
 
 
 class EndpointEnvironmentConfig(EnvironmentSection):
-    """An agent that calls the policy through OpenAI's or Anthropic's API, and need not know about the training.
-
-    sampling.max_prompt_tokens + sampling.max_tokens limit each of its conversations."""
+    """Agent that calls the policy through OpenAI's or Anthropic's API. sampling.max_prompt_tokens + sampling.max_tokens limit each
+    conversation."""
 
     name: Literal["endpoint"]
     function: str | None = None
-    """Dotted path to your function `(task, endpoint) -> reward or answer`, sync or async. The domain's reward scores an answer."""
+    """Dotted path to your function `(task, endpoint) -> reward or answer`. The domain's reward scores an answer."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Program and its arguments. It gets the task as JSON on standard input, and the endpoint in the environment variables OPENAI_BASE_URL,
-    OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. The last line that it prints is its reward or answer."""
+    """Program and arguments. It gets the task as JSON on standard input, the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and prints its reward or answer in the last line."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -139,28 +135,27 @@ class EndpointEnvironmentConfig(EnvironmentSection):
 
 
 class AdapterSection(EnvironmentSection):
-    """Settings of environments from other projects. The extra roll_lite[NAME] installs the package of the environment NAME."""
+    """Settings of environments from other projects (extra roll_lite[NAME])."""
 
     package: ClassVar[str]
-    """Package to import."""
 
 
 class GymEnvironmentConfig(AdapterSection):
-    """An environment with Gymnasium's interface whose observations and actions are texts, or can be written as such."""
+    """Gymnasium environment whose observations and actions are texts, or convert to texts."""
 
     package = "gymnasium"
     name: Literal["gym"]
     id: str | None = None
-    """Registered id for gymnasium.make: FrozenLake-v1, or package:Id-v0 if importing the package registers it."""
+    """Registered id: FrozenLake-v1, or package:Id-v0 to import its package first."""
     function: str | None = None
-    """Dotted path to an environment's class, or to a function that returns an environment; in place of `id`."""
+    """Dotted path to a class or function that makes the environment, in place of `id`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of gymnasium.make, or of `function`."""
+    """Keyword arguments of gymnasium.make or `function`."""
     action: str | None = None
-    """Dotted path to your function `text -> action`. If it raises ValueError, the policy is shown the message and responds again. null: in
-    a text space the response is the action, in a discrete space its last whole number."""
+    """Dotted path to your function `text -> action`. The policy sees a ValueError's message and responds again. null: the response, or its
+    last integer in a discrete space."""
     columns: list[str] = Field(default_factory=list)
-    """Columns of the data row that `reset` gets as options."""
+    """Data columns that `reset` gets as options."""
 
     @rule
     def _one_source(self) -> Mistakes:
@@ -169,7 +164,7 @@ class GymEnvironmentConfig(AdapterSection):
 
 
 class TextArenaEnvironmentConfig(AdapterSection):
-    """A game of TextArena for one player."""
+    """TextArena game for one player."""
 
     package = "textarena"
     name: Literal["textarena"]
@@ -180,7 +175,7 @@ class TextArenaEnvironmentConfig(AdapterSection):
 
 
 class ReasoningGymEnvironmentConfig(AdapterSection):
-    """Tasks that reasoning-gym generates: one question, one answer within <answer> tags, and the dataset's own score."""
+    """Tasks of reasoning-gym: one question, one answer within <answer> tags."""
 
     package = "reasoning_gym"
     name: Literal["reasoning_gym"]
@@ -197,31 +192,30 @@ def _server(url: str) -> str:
 
 
 class OpenEnvEnvironmentConfig(AdapterSection):
-    """An environment on an OpenEnv server. Each episode is one session."""
+    """Environment on an OpenEnv server, one session per episode."""
 
     package = "openenv"
     name: Literal["openenv"]
     url: Annotated[str, AfterValidator(_server)]
-    """Address of the server. It must allow as many sessions as episodes run at a time: workers x parallel."""
+    """Server address. It must allow workers x parallel sessions."""
     action: str
-    """Field of the action that the response goes into; or dotted path to your function `text -> action`, which returns a dict. If it raises
-    ValueError, the policy is shown the message and responds again."""
+    """Action field for the response; or dotted path to your function `text -> dict`. The policy sees a ValueError's message and responds
+    again."""
     observation: str | None = None
-    """Field of the observation that the policy is shown; or dotted path to your function `observation -> text`. null: the whole observation
-    as JSON."""
+    """Observation field for the policy; or dotted path to your function `observation -> text`. null: everything, as JSON."""
     columns: list[str] = Field(default_factory=list)
-    """Columns of the data row that `reset` gets as arguments."""
+    """Data columns that `reset` gets as arguments."""
 
 
 class VerifiersEnvironmentConfig(AdapterSection):
-    """An environment of verifiers (`load_environment`). Its rubric scores the episode."""
+    """Environment of verifiers, scored by its rubric."""
 
     package = "verifiers"
     name: Literal["verifiers"]
     id: str
-    """Id of the environment: the name of its installed package, or of a module."""
+    """Name of its installed package, or of a module."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of its `load_environment`."""
+    """Keyword arguments of `load_environment`."""
 
 
 EnvironmentConfig = (

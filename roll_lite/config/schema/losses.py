@@ -1,4 +1,4 @@
-"""Sections of advantage estimators, policy losses, mismatch correction and value loss."""
+"""Sections of advantage estimators and losses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class GaeAdvantageConfig(Section):
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
     """Lambda of the critic's targets; null: lam."""
     length_adaptive: PositiveFloat | None = None
-    """Replaces lam by 1 - 1 / (length_adaptive * l), at least 0, for a response of l tokens. null: off."""
+    """Replace lam by max(0, 1 - 1 / (length_adaptive * l)) for responses of l tokens."""
     bootstrap_truncated: bool = False
-    """Bootstrap responses cut at max_tokens or max_turns with the critic's value at their end, instead of 0."""
+    """Bootstrap truncated responses with the critic's value at their end, not 0."""
 
 
 class GrpoAdvantageConfig(Section):
-    """(reward - group mean) / group standard deviation. For Dr. GRPO set normalize_std: false and algorithm.aggregation: constant."""
+    """(reward - group mean) / group standard deviation. Dr. GRPO: normalize_std: false, algorithm.aggregation: constant."""
 
     name: Literal["grpo"] = "grpo"
     normalize_std: bool = True
@@ -56,30 +56,30 @@ class ReinforcePlusPlusAdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
     baseline: Literal["none", "group"] = "none"
-    """group: subtract the group's mean from the rewards first."""
+    """group: first subtract the group's mean from the rewards."""
 
 
 class RemaxAdvantageConfig(Section):
-    """Reward minus the score of a greedy response to the same prompt. The greedy response itself is not trained on."""
+    """Reward minus the score of a greedy response, which does not train."""
 
     name: Literal["remax"] = "remax"
 
 
 class OpoAdvantageConfig(Section):
-    """Reward minus the group's length-weighted mean reward, the on-policy baseline of least variance."""
+    """Reward minus the group's length-weighted mean reward, the least-variance on-policy baseline."""
 
     name: Literal["opo"] = "opo"
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m: n samples in the batch, m of them in groups whose rewards (before KL) differ. The factor n / m keeps
-    groups with equal rewards from shrinking the gradient."""
+    """(reward - group mean) * n / m, for n samples in the batch, m in groups whose rewards differ, so that other groups do not shrink the
+    gradient."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class GigpoAdvantageConfig(Section):
-    """GRPO over episodes plus `step_weight` times GRPO over turns that answer the same text in the same group (GiGPO, arXiv 2505.10978)."""
+    """GRPO over episodes plus `step_weight` times GRPO over a group's turns that answer the same text (GiGPO, arXiv 2505.10978)."""
 
     name: Literal["gigpo"] = "gigpo"
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -125,11 +125,11 @@ class PpoLossConfig(Section):
     clip_high: PositiveFloat = 0.2
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper limit of a token's loss at negative advantages, as a multiple of |advantage|; null: off."""
+    """Limit of a token's loss at negative advantages, as a multiple of |advantage|."""
 
 
 class GspoLossConfig(Section):
-    """PPO's clipped surrogate with one ratio per sequence: the geometric mean over its tokens."""
+    """PPO's clipped surrogate with one ratio per sequence, the geometric mean."""
 
     name: Literal["gspo"] = "gspo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
@@ -149,7 +149,7 @@ class GmpoLossConfig(Section):
 
 
 class CispoLossConfig(Section):
-    """Policy gradient weighted with the clipped ratio. The weight is detached, so clipped tokens keep their gradient."""
+    """Policy gradient weighted with the clipped, detached ratio: clipped tokens keep their gradient."""
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -159,7 +159,7 @@ class CispoLossConfig(Section):
 
 
 class ToprLossConfig(Section):
-    """Policy gradient weighted with the sequence's ratio, limited to a range that depends on the advantage's sign."""
+    """Policy gradient weighted with the sequence's ratio, limited by the advantage's sign."""
 
     name: Literal["topr"] = "topr"
     positive: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (1.0, 1.0)
@@ -191,7 +191,7 @@ class RaftLossConfig(Section):
 
 
 class KimiLossConfig(Section):
-    """(advantage - tau * log-ratio of the sequence)² / (2 tau): a policy gradient regularised towards the old policy."""
+    """(advantage - tau * log-ratio of the sequence)² / (2 tau), regularised towards the old policy."""
 
     name: Literal["kimi"] = "kimi"
     tau: PositiveFloat = 0.1
@@ -205,8 +205,8 @@ GIVEN_TO_LOSSES = ("rollout_log_probs", "ref_log_probs", "entropy")
 class CustomLossConfig(Section):
     name: Literal["custom"] = "custom"
     function: str
-    """Dotted path to your function `(PolicyTerms, **args) -> PolicyLoss` (docs/algorithms.md). If it has parameters rollout_log_probs,
-    ref_log_probs or entropy, it gets these values of each token."""
+    """Dotted path to your function `(PolicyTerms, **args) -> PolicyLoss`, which may take rollout_log_probs, ref_log_probs and entropy per
+    token (docs/algorithms.md)."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
 
@@ -232,7 +232,7 @@ class CorrectionWeightConfig(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """token: a weight per token. sequence: the product of its tokens' weights. geometric: their geometric mean."""
     mode: Literal["truncate", "mask"] = "truncate"
-    """Treatment of weights below `low` or above `high`. truncate: limited to that range (TIS). mask: set to 0 (IcePop)."""
+    """Treatment of weights outside [low, high]. truncate: limited (TIS). mask: set to 0 (IcePop)."""
     low: NonNegativeFloat = 0.0
     """Lower limit of the importance weight."""
     high: PositiveFloat | None = 2.0
@@ -245,19 +245,17 @@ class CorrectionWeightConfig(Section):
 
 
 class CorrectionFilterConfig(Section):
-    """Removes the loss of tokens or sequences on which trainer and engine differ too much."""
+    """Filter for tokens or sequences on which trainer and engine differ too much."""
 
     level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
-    """token: filter each token by its value. Other levels: filter each sequence by the sum, mean, minimum or maximum of its tokens'
-    values."""
+    """Filter single tokens, or sequences by the sum, mean, minimum or maximum of their tokens' values."""
     estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
-    """Value of a token. ratio: trainer's / engine's probability; over a sequence, sum means the product of the ratios and mean their
-    geometric mean. k1, k2, k3, abs: estimates of KL(engine || trainer) in nats, as for kl_in_reward. difference: trainer's probability -
-    engine's."""
+    """Value of a token. ratio: trainer's / engine's probability (sequence_sum: product, sequence_mean: geometric mean). k1, k2, k3, abs:
+    KL(engine || trainer) in nats. difference: trainer's - engine's probability."""
     low: float | None = None
-    """Lower limit of values that pass; null: unlimited."""
+    """Lower limit of values that pass."""
     high: float | None = None
-    """Upper limit of values that pass; null: unlimited."""
+    """Upper limit of values that pass."""
 
     @rule
     def _range(self) -> Mistakes:
@@ -274,12 +272,12 @@ class CorrectionFilterConfig(Section):
 
 
 class MismatchCorrectionConfig(Section):
-    """Corrects for tokens that the engine sampled from another policy than the trainer's."""
+    """Correction for sampling from another policy than the trainer's."""
 
     weight: CorrectionWeightConfig | None = None
-    """Importance weight of token losses; null: 1 for all."""
+    """Importance weight of token losses."""
     filters: list[CorrectionFilterConfig] = Field(default_factory=list)
-    """Tokens that fail any of these filters get weight 0."""
+    """Filters; tokens that fail any get weight 0."""
 
     @rule
     def _corrects(self) -> Mistakes:
@@ -289,5 +287,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Value clipping: once a token's value has changed by more than this within a step, a further change does not lower its loss. null: no
-    clipping."""
+    """Value clipping: a value that changed by more within a step does not lower its loss further."""

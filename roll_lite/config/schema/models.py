@@ -1,4 +1,4 @@
-"""Sections of the model, optimizer, LoRA, strategies (trainer and engines) and roles."""
+"""Sections of the model, optimizer, LoRA, strategies and roles."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from roll_lite.config.schema.base import Mistakes, ModelFolder, NonNegativeFloat
 
 class ModelConfig(Section):
     path: ModelFolder
-    """Folder of the model in Hugging Face format (config.json, safetensors, tokenizer), or its name on the hub: owner/name or
-    hf://owner/name?revision=... (docs/data.md)."""
+    """Model folder in Hugging Face format, or name on the hub: owner/name or hf://owner/name?revision=... (docs/data.md)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights in training and inference. Use float32 on CPUs, bfloat16 on GPUs."""
+    """Precision of weights: float32 on CPUs, bfloat16 on GPUs."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
-    """AdamW of Megatron-Core. Moments are float32. bfloat16 weights have a float32 master copy, which the updates change."""
+    """AdamW of Megatron-Core, with float32 moments and master weights."""
 
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -35,27 +34,26 @@ class OptimizerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up: step i of n uses i/n of lr."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Schedule after the warm-up. linear, cosine: decay to min_lr by the end of the run. wsd (warm-up, stable, decay): lr until the run's
-    last decay_steps, then decay_shape."""
+    """Schedule after warm-up. linear, cosine: decay to min_lr by the end of the run. wsd: lr until the last decay_steps, then
+    decay_shape."""
     decay_steps: PositiveInt | None = None
-    """Optimizer steps of wsd's decay to min_lr, at the end of the run. Required by wsd."""
+    """Optimizer steps of wsd's final decay to min_lr."""
     decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of wsd's decay from lr to min_lr. The learning rate is min_lr + f(x) * (lr - min_lr), where x grows from 0 to 1 over
-    decay_steps. linear: f(x) = 1 - x; cosine: (1 + cos(pi x)) / 2; exponential: 2 * 0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
+    """Shape f of wsd's decay, min_lr + f(x) * (lr - min_lr), x from 0 to 1. linear: 1 - x; cosine: (1 + cos(pi x)) / 2; exponential: 2 *
+    0.5^x - 1; minus_sqrt: 1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay of matrices, embeddings, output layer and value head; not of biases and norms."""
+    """Decoupled weight decay, except of biases and norms."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moments."""
     eps: PositiveFloat = 1e-8
     """Term added to AdamW's denominator."""
     on_host: bool = False
-    """Keep moments and compute updates in host memory. Saves eight bytes of device memory per trained weight, but every optimizer step
-    copies gradients and weights to the host, and weights back."""
+    """Keep moments and compute updates in host memory. Saves 8 bytes of device memory per trained weight; copies gradients and weights in
+    every step."""
     clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; above it gradients are scaled down. 0: no clipping."""
+    """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """End the run after this number of skipped updates in a row, counted across steps and resumptions; 0: never. An update is skipped if
-    its loss or gradient is not finite. The samples of the first skipped update of the row are saved in skipped/ in the run's folder."""
+    """Consecutive updates skipped for a non-finite loss or gradient that end the run; 0: never."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -74,24 +72,21 @@ LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, trained instead of the weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
+    """Low-rank adapters, trained instead of the weights: y = W x + alpha / rank * B A x."""
 
     rank: PositiveInt = 16
-    """Rank of the adapters: rows of A and columns of B."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """Linear layers with adapters: any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three include those of
-    all experts."""
+    """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; the last three include all experts'."""
     path: UserPath | None = None
-    """Folder of initial adapters in PEFT's format (adapter_config.json, adapter_model.safetensors). They must have the rank, alpha and
-    targets set here. null: new adapters."""
+    """Folder of initial adapters in PEFT's format, with this rank, alpha and targets."""
     export: Literal["merged", "adapter"] = "merged"
-    """Format in which `checkpoint.export_model` writes the model. merged: all weights, adapters merged in. adapter: the adapters alone, in
-    PEFT's format."""
+    """Format of `checkpoint.export_model`. merged: all weights. adapter: adapters alone, in PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
-    """Content of weight updates to engines. merged: all weights, adapters merged in. adapter: the adapters alone, which engines add to
-    model.path's weights; sends much less, but costs a little time per token. Not for adapters of experts."""
+    """Content of weight updates. merged: all weights. adapter: adapters alone: far less to send, slightly slower generation. Not for
+    adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -114,34 +109,30 @@ class MegatronStrategyConfig(Section):
     pipeline_parallel: PositiveInt = 1
     """Ranks (stages) that split the model by layers."""
     virtual_pipeline_parallel: PositiveInt = 1
-    """Interleaved parts of the model per pipeline stage. With more parts, stages wait less for each other but exchange more data. Needs
-    pipeline_parallel > 1."""
+    """Interleaved model parts per stage. More parts: less waiting, more communication."""
     pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Number of layers in each pipeline part: a list of pipeline_parallel x virtual_pipeline_parallel numbers in layer order. The first
-    pipeline_parallel numbers are for each stage's first part, the next for its second part, and so on. The model's first part also holds
-    the embeddings, its last part the output layer; for balance, give these two fewer layers or none. null: equal numbers; a remainder goes
-    to the first parts."""
+    """Layers of each pipeline part, in layer order: pipeline_parallel x virtual_pipeline_parallel numbers. Part i (from 0) is on stage i %
+    pipeline_parallel. Give fewer to the first (embeddings) and last part (output layer) for balance. null: equal numbers."""
     context_parallel: PositiveInt = 1
-    """Ranks that split the tokens of every micro-batch, for samples too long for one rank."""
+    """Ranks that split the tokens of a micro-batch, for long samples."""
     expert_parallel: PositiveInt = 1
-    """Ranks that divide the experts. Each rank holds whole experts and receives their tokens."""
+    """Ranks that divide the experts; each holds whole experts."""
     expert_tensor_parallel: PositiveInt = 1
-    """Ranks that split every expert's matrices, as tensor_parallel does for the other layers."""
+    """Ranks that split every expert's matrices."""
     sequence_parallel: bool = False
-    """Save memory by splitting activations outside tensor-parallel layers along the sequence. Needs tensor_parallel > 1."""
+    """Split activations outside tensor-parallel layers along the sequence, to save memory."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """Implementation of layers. torch: PyTorch. transformer_engine: NVIDIA's kernels, with norms fused into matrix products and all experts
-    in one call. auto: transformer_engine if installed, with a GPU and without lora; else torch."""
+    """Implementation of layers: PyTorch, or NVIDIA's Transformer Engine with fused kernels. auto: transformer_engine if installed, with a
+    GPU and without lora; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Save memory by recomputing activations in the backward pass. selective: in recompute_modules; full: in whole layers."""
+    """Recompute activations in the backward pass, to save memory. selective: those of recompute_modules; full: whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
-    """Modules for `recompute: selective`. mlp: the feed-forward part, most of a layer's activations. moe: router and experts; sends tokens
-    to experts once more. core_attn: attention, useful with context_parallel, where each rank holds all keys and values. null: mlp and, with
-    experts, moe."""
+    """Modules for `recompute: selective`. mlp: most of a layer's activations. moe: router and experts, with their communication. core_attn:
+    attention. null: mlp, and moe with experts."""
 
     @rule
     def _sequence(self) -> Mistakes:
@@ -168,27 +159,24 @@ class EngineStrategyConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Devices of an engine replica, which split every layer's matrices."""
     expert_parallel: PositiveInt = 1
-    """1: each device of a replica holds a part of every expert. Equal to tensor_parallel: each holds whole experts."""
+    """1: each device holds a part of every expert. tensor_parallel: whole experts."""
     max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; null: the longest that the domains' sampling allows."""
+    """Longest prompt plus response in tokens; null: from the domains' sampling."""
     max_running_requests: PositiveInt = 256
-    """Maximum requests that an engine decodes at a time; others wait."""
+    """Maximum requests that an engine decodes at a time."""
     max_batched_tokens: PositiveInt = 8192
-    """Maximum tokens in a forward pass of an engine; longer prompts are split. vLLM on a CPU cannot split them: it raises the limit to
-    max_model_len, with a message."""
+    """Maximum tokens in an engine's forward pass; longer prompts are split, except by vLLM on a CPU."""
     kv_cache_mb: PositiveInt | None = None
-    """Size of the KV cache in MB. null: determined by gpu_memory_utilization on GPUs, 256 on a CPU."""
+    """KV cache size in MB. null: from gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory for an engine. vLLM stays within it. SGLang fills it with weights and KV cache, and needs further memory for
-    activations and CUDA graphs."""
+    """Share of a GPU's memory for an engine. SGLang needs more, for activations and CUDA graphs; vLLM stays within it."""
     enforce_eager: bool = False
-    """Run without CUDA graphs: starts faster, generates more slowly."""
+    """Run without CUDA graphs: faster start, slower generation."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8, on GPUs only: engines quantise the weights that they receive, with a scale per output channel, and activations, with a scale per
-    token. Weights take half the memory of bfloat16, and matrix products are faster. Samples then come from another policy than the
-    trainer's: use algorithm.mismatch_correction (docs/gpu.md)."""
+    """fp8 (GPUs only): half the weight memory, faster matrix products. The engines' policy then differs from the trainer's: use
+    algorithm.mismatch_correction (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments, passed to vLLM or SGLang unchanged."""
+    """Further arguments of vLLM or SGLang."""
 
     @rule
     def _limits(self) -> Mistakes:
@@ -206,7 +194,7 @@ class SglangStrategyConfig(EngineStrategyConfig):
 
 
 class HfStrategyConfig(Section):
-    """Forward passes with Hugging Face transformers, for any of its architectures. Each device holds a whole model."""
+    """Forward passes with Hugging Face transformers; each device holds a whole model."""
 
     name: Literal["hf"] = "hf"
 
@@ -234,20 +222,18 @@ Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0
 
 class ForwardRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of devices: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3], numbered by node (needs
-    placement.nodes). Without GPUs a device is a CPU slot."""
+    """Number of devices, or a list: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3] (needs placement.nodes)."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum tokens in a rank's forward pass (micro-batch). Samples are packed, not padded; a longer one runs alone. Lower it if memory
-    runs out."""
+    """Maximum tokens in a rank's forward pass; samples are packed, a longer one runs alone. Lower it if memory runs out."""
     micro_batch_size: PositiveInt | None = None
     """Maximum samples in a rank's forward pass; null: unlimited."""
     offload: bool = False
-    """Free this role's device memory while it is idle, for roles that share devices."""
+    """Free this role's device memory while it is idle."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of the role within an hour, after a rank died or hung; then the run ends. Trained roles return to the newest
-    checkpoint, or to their initial weights, and repeat the later updates on the same samples."""
+    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint and repeat
+    later updates."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -256,36 +242,33 @@ class TrainRoleConfig(ForwardRoleConfig):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
-    """Weight of a load-balancing loss for models with experts; 0: off. It is the Switch Transformer's loss, computed per sample and layer
-    (1 if all experts are used equally), averaged over a mini-batch and summed over layers. config.json's router_aux_loss_coef is ignored:
-    it would pull the policy away from the rewards."""
+    """Weight of Switch Transformer's load-balancing loss for models with experts; 0: off. config.json's router_aux_loss_coef is ignored: it
+    would pull the policy away from the rewards."""
     compare_replicas_every: Annotated[int, Field(ge=0)] = 10
-    """Steps between checks (by checksum) that data-parallel replicas hold the same weights. Replicas are also checked before every
-    checkpoint. A difference ends the run. 0: never."""
+    """Steps between checksum comparisons of data-parallel replicas; a difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
-    """Maximum tokens in a rank's forward and backward pass; null: micro_batch_tokens."""
+    """micro_batch_tokens in training; null: the same."""
     train_micro_batch_size: PositiveInt | None = None
-    """Maximum samples in a rank's forward and backward pass; null: micro_batch_size."""
+    """micro_batch_size in training; null: the same."""
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Maximum tokens and samples (None: unlimited) in a forward and backward pass."""
+        """Maximum tokens and samples (None: unlimited) in a training pass."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
 class EmaConfig(Section):
-    """Exponential moving average of the actor's weights, kept in float32 in host memory and updated after every optimizer step. Checkpoints
-    hold it; it is exported as `model_ema/`."""
+    """Exponential moving average of the actor's weights, in float32 in host memory; exported as `model_ema/`."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
-    """Share of the old average kept at each update; 0.99 averages over about 100 updates."""
+    """Share of the old average kept per update; 0.99 averages over about 100 updates."""
 
 
 class ActorRoleConfig(TrainRoleConfig):
     lora: LoraConfig | None = None
-    """Low-rank adapters to train, with all other weights frozen. null: all weights train."""
+    """Low-rank adapters; all other weights are frozen."""
     ema: EmaConfig | None = None
-    """Moving average of the weights; null: none."""
+    """Moving average of the weights."""
 
     @rule
     def _adapters_and_average(self) -> Mistakes:
@@ -310,44 +293,41 @@ class ActorRoleConfig(TrainRoleConfig):
 
 
 class RefreshConfig(Section):
-    """Periodically replaces the reference's weights by the actor's. Needs a run folder that all nodes share."""
+    """Periodic replacement of the reference by the actor. Needs a run folder that all nodes share."""
 
     every: PositiveInt
-    """Steps after which the reference is replaced by the actor again."""
+    """Steps between replacements."""
     weights: Literal["actor", "ema"] = "actor"
     """actor: the actor's weights; ema: their moving average (actor_train.ema)."""
 
 
 class ReferenceRoleConfig(ForwardRoleConfig):
     refresh: RefreshConfig | None = None
-    """Periodic update from the actor. null: the reference stays the initial model."""
+    """Periodic update from the actor; null: never."""
 
 
 class CriticRoleConfig(TrainRoleConfig):
     init: Literal["actor", "reward_model", "path"] = "actor"
-    """Initial weights. actor: the actor's model with a new value head. reward_model: a reward model with its head. path: a value model
-    exported by roll_lite."""
+    """Initial weights. actor: the actor's, with a new value head. reward_model, path: the model at `path`."""
     path: ModelFolder | None = None
-    """Model folder, or name on the hub, for `init: reward_model` and `init: path`."""
+    """Reward model, or value model exported by roll_lite: folder or name on the hub."""
 
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of devices. There are devices / strategy.tensor_parallel engine replicas. A replica is on one node or,
-    if it needs more than placement.devices_per_node, takes equally many devices on each of several nodes."""
+    """Number of devices, or a list, for devices / strategy.tensor_parallel replicas."""
     replicas_per_device: PositiveInt = 1
-    """Engine replicas per device. On a GPU they share strategy.gpu_memory_utilization equally. Needs tensor_parallel 1."""
+    """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """Engine: vllm or sglang, and its settings."""
+    """Engine (vllm or sglang) and its settings."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision in engines; null: model.dtype. For bfloat16 engines, float32 weights are cast before the transfer."""
+    """Precision in engines; null: model.dtype."""
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of a lost engine within an hour. Beyond that the run continues without the engine, or ends if none is left."""
+    """Maximum restarts of a lost engine per hour. Then the run continues without it."""
     most_replicas: PositiveInt | None = None
-    """Maximum engine replicas. Replicas beyond `devices` start during the run, each as soon as a node has free devices for it, and end when
-    their node leaves. null: only the replicas that `devices` make."""
+    """Maximum engine replicas. Those beyond `devices` start as nodes with free devices join, and end when their node leaves."""
     threads: PositiveInt = 1
     """CPU threads per engine."""
 
@@ -356,20 +336,19 @@ class RewardModelConfig(Section):
     """Sequence-classification model with one output, for rewards of type `model`."""
 
     path: ModelFolder
-    """Folder, or name on the hub, of a ForSequenceClassification model with one label, and its tokenizer, in Hugging Face format."""
+    """Folder, or name on the hub, of a ForSequenceClassification model with one label."""
     devices: Devices = 1
-    """Number of devices, or a list of devices. With hf each holds a copy of the model."""
+    """Number of devices, or a list. With hf each holds a copy of the model."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
-    """hf or megatron, with its parallel layout."""
+    """hf, or megatron with its parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision. Use float32 on CPUs, bfloat16 on GPUs."""
+    """Precision: float32 on CPUs, bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum tokens in a rank's forward pass; a longer sample runs alone. With hf, samples are padded to the longest, and padding
-    counts."""
+    """Maximum tokens in a rank's forward pass; with hf, padding counts."""
     micro_batch_size: PositiveInt = 8
-    """Maximum samples in a rank's forward pass; also the maximum that one call sends to a copy of the model."""
+    """Maximum samples in a rank's forward pass and in one call."""
     max_length: PositiveInt | None = None
-    """Longest text in tokens; null: the model's max_position_embeddings. Scoring a longer text fails; it is never cut."""
+    """Longest text in tokens; longer ones fail. null: the model's max_position_embeddings."""
     offload: bool = False
     """Free this model's device memory while nothing is generated."""
     threads: PositiveInt = 1
@@ -377,20 +356,19 @@ class RewardModelConfig(Section):
 
 
 class JudgeServerConfig(Section):
-    """Judge model in vLLM's OpenAI-compatible server, which starts with the run. Rewards of type `judge` name it."""
+    """Judge model in vLLM's OpenAI-compatible server, for rewards of type `judge`."""
 
     path: ModelFolder
-    """Folder of the model in Hugging Face format, or its name on the hub."""
+    """Model folder in Hugging Face format, or name on the hub."""
     devices: Devices = 1
-    """Number of devices, or a list of devices. They make devices / strategy.tensor_parallel servers."""
+    """Number of devices, or a list, for devices / strategy.tensor_parallel servers."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
-    """Engine settings. max_model_len defaults to the model's; engine_args may hold any argument of the server."""
+    """Engine settings. max_model_len defaults to the model's; engine_args takes any server argument."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto: the checkpoint's."""
     threads: PositiveInt = 1
     """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
-    """Time limit in seconds for a server to load the model."""
+    """Seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of each server in the run; then the run fails. During a restart, requests for verdicts wait, or fail and are
-    retried."""
+    """Maximum restarts of each server; then the run fails."""

@@ -1,5 +1,3 @@
-"""Section of device placement."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -8,25 +6,21 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 
 
 class PlacementConfig(Section):
-    """Assigns devices to roles. A role's `devices` is a number or, under every preset, a list of devices. If left out, the role gets as
-    many as the roles it shares devices with. Under every preset but by_role, roles that share devices take turns (`offload: true`), unless
-    they set `offload`. Judges never share devices under these presets. `placement: colocated` is short for `placement: {name:
-    colocated}`."""
+    """Assignment of devices to roles. `devices` defaults to as many as the roles it shares devices with. Except under by_role, roles that
+    share devices take turns (`offload: true`); judges never share. `placement: colocated` is short for `{name: colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
-    """by_role: `devices: n` means devices 0 to n-1, and roles set their `offload`. colocated: all roles share devices. split: models that
-    train or score share some, engines have others. pairs: actor and reference share some, critic and reward models others, engines have the
-    rest. apart: every role has separate devices."""
+    """by_role: `devices: n` means devices 0 to n-1. colocated: all roles share devices. split: models that train or score share devices,
+    engines have others. pairs: actor with reference, critic with reward models, engines alone. apart: each role alone."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Number of nodes. The run takes nodes with free devices: the driver's first, the others in order of address. It fails at its start if
-    the cluster has too few. null: the first nodes with room; `devices` cannot name nodes then."""
+    """Number of nodes to take: the driver's first, then by address; the run fails if too few are free. null: the first nodes with room,
+    which `devices` cannot name."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
-    """Devices of each node. Those of node n are numbered from n * devices_per_node."""
+    """Devices of each node, numbered over all nodes."""
     fill: Literal["pack", "spread"] = "pack"
-    """pack: fill one node after the other. spread: take one device of each node in turn, or as many as tensor parallelism needs on one
-    node. Needs `nodes`."""
+    """pack: one node after the other. spread: one device (or tensor-parallel group) of each node in turn. Needs `nodes`."""
 
     @property
     def devices(self) -> int:
-        """Number of devices of all nodes; 0 if `nodes` is null."""
+        """Devices of all nodes; 0 if `nodes` is null."""
         return (self.nodes or 0) * self.devices_per_node

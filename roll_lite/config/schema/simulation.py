@@ -1,5 +1,3 @@
-"""Assumptions of `roll-lite simulate`."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -12,90 +10,82 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimulatedEngineConfig(Section):
-    """Speed of an engine replica with all its devices. Defaults: a 7B model in bfloat16 on an H100 with 80 GB."""
+    """Speed of an engine replica. Defaults: 7B model, bfloat16, H100 (80 GB)."""
 
     pass_ms: PositiveFloat = 7.0
-    """Fixed time of a forward pass in ms, mainly to read the weights; request_us and cached_token_ns add to it. A pass gives each running
-    request one token."""
+    """Fixed ms of a forward pass, which gives each running request one token."""
     request_us: NonNegativeFloat = 25.0
-    """Time added to a pass for each running request, in µs."""
+    """µs that each running request adds to a pass."""
     cached_token_ns: NonNegativeFloat = 17.0
-    """Time added to a pass for each token in the KV cache, in ns: every pass reads the whole cache."""
+    """ns that each token in the KV cache adds to a pass."""
     prefill_tokens_per_s: PositiveFloat | None = 40_000.0
-    """Prompt tokens computed per second; decoding stops meanwhile. null: prompts take no time."""
+    """Prompt tokens computed per second, while decoding stops. null: unlimited."""
     cached_tokens: PositiveInt | None = 800_000
-    """KV cache size in tokens; requests beyond it wait. null: unlimited."""
+    """KV cache size in tokens; further requests wait. null: unlimited."""
     failures_per_day: NonNegativeFloat = 0.0
     """Mean crashes per engine and day."""
     node_failures_per_day: NonNegativeFloat = 0.0
-    """Mean crashes per node and day. A node's engines are lost with it."""
+    """Mean crashes per node and day; all its engines are lost."""
     engines_per_node: PositiveInt = 1
-    """Engine replicas on a node, for node_failures_per_day and leave_s."""
+    """Engines per node, for node_failures_per_day and leave_s."""
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times in seconds after the start at which a further engine joins (actor_infer.most_replicas)."""
+    """Seconds after the start at which further engines join."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Times in seconds after the start at which nodes are drained, beginning with the node of engine 0. Their requests continue
-    elsewhere."""
+    """Seconds after the start at which nodes are drained, first that of engine 0."""
     hangs_per_day: NonNegativeFloat = 0.0
-    """Mean hangs per engine and day. A hung engine generates nothing until it counts as lost (hang_s)."""
+    """Mean hangs per engine and day."""
     hang_s: PositiveFloat = 7.0
-    """Seconds from a hang until the engine counts as lost. In real runs this is `limits.engine_silence`, if the engine's processes are
-    stopped. The engine's requests may fail earlier by `rollout.request_timeout_s`."""
+    """Seconds from a hang until the engine counts as lost (`limits.engine_silence` in real runs)."""
     offload_s: NonNegativeFloat = 3.0
-    """Seconds per step to load and offload engines, with `actor_infer.offload`."""
+    """Seconds per step to load and offload engines."""
     start_s: PositiveFloat | None = 180.0
     """Seconds to replace a dead engine; null: never."""
 
 
 class SimulatedTrainerConfig(Section):
-    """Speed of the trainer. Defaults: a 7B model on H100s, log-probs and one epoch of updates."""
+    """Speed of the trainer. Defaults: 7B model on H100s, log-probs and one epoch."""
 
     overhead_s: NonNegativeFloat = 5.0
-    """Fixed time per step in seconds."""
+    """Fixed seconds per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
-    """Prompt and response tokens that each device of actor_train processes per second, log-probs and training together."""
+    """Prompt and response tokens per second and device, for log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of the trainer's time per token that log-probs and values take. `rollout.stream_log_probs` computes them before a batch is
-    complete."""
+    """Share of the trainer's time for log-probs and values, overlapped with generation by `rollout.stream_log_probs`."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
 
 
 class SimulatedResponsesConfig(Section):
-    """Prompts, responses and rewards of a domain."""
-
     prompts: PositiveInt = 10_000
-    """Prompts in the data; data.epochs counts passes over them."""
+    """Prompts in the data set."""
     prompt_tokens: PositiveInt = 256
-    """Tokens per prompt, at most max_prompt_tokens."""
+    """Tokens per prompt."""
     median: PositiveFloat | None = None
-    """Median response length in tokens, at most max_tokens; null: a tenth of max_tokens."""
+    """Median response length in tokens; null: max_tokens / 10."""
     p99: PositiveFloat | None = None
-    """99th percentile of response lengths (log-normal); null: ten times the median."""
+    """99th percentile of response lengths (log-normal); null: 10 * median."""
     quantiles: list[PositiveFloat] | None = Field(default=None, min_length=2)
-    """Response lengths at evenly spaced quantiles, shortest to longest, instead of median and p99; `--from` measures them."""
+    """Response lengths at evenly spaced quantiles, ascending, instead of median and p99."""
     reward_s: NonNegativeFloat = 0.0
-    """Median time to score a response, in seconds."""
+    """Median seconds to score a response."""
     reward_p99_s: PositiveFloat | None = None
-    """99th percentile of scoring times in seconds; null: all take the median."""
+    """99th percentile of scoring times; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time; others wait. With `rollout.supply: async` no further batch starts while a whole batch of samples waits for
-    scores. null: unlimited; right for times measured by `--from`, which include waiting."""
+    """Samples scored at a time. null: unlimited; right for times from `--from`, which include waiting."""
     turns: Annotated[float, Field(ge=1)] = 1.0
-    """Median number of responses in an episode, at most environment.max_turns; only in domains with an environment. Response lengths are
-    then those of one response."""
+    """Median responses per episode. Response lengths are per response."""
     turns_p99: Annotated[float, Field(ge=1)] | None = None
-    """99th percentile of the number of responses; null: all episodes have the median."""
+    """99th percentile of `turns`; null: all have the median."""
     environment_s: NonNegativeFloat = 0.0
-    """Median time in which the environment answers a response, in seconds."""
+    """Median seconds of the environment's answer to a response."""
     environment_p99_s: PositiveFloat | None = None
-    """99th percentile of that time; null: all take the median."""
+    """99th percentile of answer times; null: all take the median."""
     environment_tokens: PositiveInt = 32
     """Tokens that the environment adds after a response."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
-    """Share of prompts that are never solved. Other prompts are solved with chances spread evenly from 0 to 1."""
+    """Share of prompts that are never solved. Other success rates are spread evenly from 0 to 1."""
 
     @rule
     def _lengths(self) -> Mistakes:
@@ -130,10 +120,10 @@ class SimulationConfig(Section):
     steps: Annotated[PositiveInt, Field(ge=2)] = 16
     """Training steps to simulate."""
     engine: SimulatedEngineConfig = Field(default_factory=SimulatedEngineConfig)
-    """The engines."""
+    """Speed of engines."""
     trainer: SimulatedTrainerConfig = Field(default_factory=SimulatedTrainerConfig)
-    """The trainer, and weight updates."""
+    """Speed of the trainer and of weight updates."""
     responses: SimulatedResponsesConfig = Field(default_factory=SimulatedResponsesConfig)
-    """Responses of domains that are not listed in `domains`."""
+    """Responses of domains not listed in `domains`."""
     domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
     """Responses by domain."""
