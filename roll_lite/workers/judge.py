@@ -1,4 +1,4 @@
-"""LLM judges started by the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
+"""LLM judges of the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port
 
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 5.0
-"""Interval and time-out of health checks."""
+"""Interval and timeout of health checks, in seconds."""
 SILENCE_SECONDS = 120.0
-"""A server without an answer for this time counts as hanging."""
+"""Seconds without an answer after which a server counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. This object reserves the port, which stays the same after restarts."""
+    """Process of a judge's server. This object reserves the port, which restarts keep."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
@@ -128,7 +128,7 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """Keeps one judge server running. If that fails, the run ends."""
+    """Keeps one judge server running; ends the run if that fails."""
 
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rollout service on Ray: one asynchronous actor that owns prompts, domains, router and reward workers."""
+"""Rollout service on Ray: one asynchronous actor with prompts, domains, router and reward workers."""
 
 from __future__ import annotations
 
@@ -71,23 +71,23 @@ class RolloutSpec:
     """Add a greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     steps: int | None = None
-    """Number of steps; nothing is generated beyond them."""
+    """Number of steps; nothing is generated beyond."""
     engines_rest: bool = False
     engines_restart: bool = False
     """True if the driver replaces lost engines."""
     engine_silence_s: float | None = None
-    """Time in which an engine's process must answer; None: unlimited."""
+    """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models whose embeddings are trained: setting that names the model -> path. A note warns if prompt tokens have zero embeddings."""
+    """Paths of models whose embeddings train, by setting; prompt tokens with zero embeddings cause a note."""
     columns: tuple[str, ...] = ()
-    """Extra token columns that engines return, as in EngineSpec."""
+    """Extra token columns from engines, as in EngineSpec."""
     nodes: tuple[str, ...] = ()
-    """Ids of the nodes for reward and environment workers; empty: any."""
+    """Node ids for reward and environment workers; empty: any."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A batch for the driver: rows, and references to their tokens."""
+    """Batch for the driver: rows, and references to their tokens."""
 
     rows: DataProto
     blocks: list[Block]
@@ -95,7 +95,7 @@ class RolloutBatch:
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
     """Workers replaced since the last batch, by part (reward, environment) and domain."""
     silences: list[float] = field(default_factory=list)
-    """For each engine lost since the last batch, seconds from its last answer to its loss."""
+    """Seconds from last answer to loss, for each engine lost since the last batch."""
     ledger: bytes = b""
     """Lines for ledger.jsonl."""
     state: dict[str, Any] = field(default_factory=dict)
@@ -103,8 +103,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare: with the defaults, scanning the objects of 8,192 samples takes three quarters of the
-time."""
+"""Thresholds for rare garbage collection: with the defaults, scanning the objects of 8,192 samples takes three quarters of the time."""
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,15 @@ class Trial:
 
     domain: str
     place: str
-    """YAML path of the reward or of its component."""
+    """YAML path of the reward or component."""
     retries: int
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient | EpisodeRewards
     is_part: bool = False
-    """True if `pool` is an extra RewardPool, which computes only this component (base reward or term) and is closed after the trial."""
+    """True if `pool` is an extra RewardPool for this component, closed after the trial."""
 
     async def problem(self) -> str | None:
-        """Error message if no prompt gets a score, otherwise None: a single failure may be a bad reference answer."""
+        """Return an error message if no prompt gets a score; a single failure may be a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -156,13 +155,13 @@ class RolloutWorker(AsyncWorker):
         self._data_notes: list[str] = []
         self._silences: list[float] = []
         self._left = set[str]()
-        """Engines that leave on purpose: their requests have moved, and their end is not counted as a loss."""
+        """Engines that leave on purpose: their end is not a loss."""
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data, start the reward workers and try them, before any engine starts. `reward_models`: RewardModelWorker actors by
-        model. `judges`: addresses of the run's own judges."""
+        """Read the data, start and test the reward workers, before any engine starts. `reward_models`: RewardModelWorker actors by
+        model. `judges`: the run's own."""
         models = self._spec.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
@@ -180,7 +179,7 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: number -> reason, for engines that are missing until
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: reasons for missing engines, by number, until
         `engine_restarted` adds them."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
@@ -213,8 +212,8 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain, and play an episode with it: a broken reward or environment ends the run in
-        seconds."""
+        """Score a canned response to three prompts per domain and play an episode, so that a broken reward or environment ends the run
+        early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -226,8 +225,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """List the rewards to try with a canned response before the engines start. Reward models and judges of this run have not started
-        yet: of a reward that needs one, only the components (base reward, terms) that need none are tried, one by one."""
+        """Return rewards to test before engines start. If a reward needs a model or judge of this run, only its other components are
+        tested, one by one."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -293,7 +292,7 @@ class RolloutWorker(AsyncWorker):
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Batch of `prompts` prompts: rows of its accepted samples, with references to their tokens."""
+        """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
         await self._reward_models_rest()
@@ -314,8 +313,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if
-        fewer than `least`. Sample numbers differ from those in the complete batch."""
+        """Return rows and tokens of finished groups that will surely be in the batch, without those in `known`; empty if fewer than
+        `least`. Sample numbers differ from the complete batch's."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -327,7 +326,7 @@ class RolloutWorker(AsyncWorker):
         return RemoteEngine(f"actor_infer[{number}]", engine, self._spec.deterministic, self._spec.engine_silence_s)
 
     async def lost_engines(self) -> dict[int, str]:
-        """Lost engines without a replacement in service: number -> cause."""
+        """Return causes of lost engines without a serving replacement, by number."""
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
@@ -342,7 +341,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move the requests of an engine to other engines, since its node will leave. Returns once the engine has no requests."""
+        """Move an engine's requests to other engines, since its node will leave. Return once it has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -356,8 +355,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates; returns the rows of accepted samples, and statistics of all. `sampling`:
-        by domain."""
+        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         await self._write(self._samples_file("validation", step, result.groups))
@@ -373,7 +371,7 @@ class RolloutWorker(AsyncWorker):
         return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
-        """Wait until earlier files are written, raise errors of that, and start to write these files in a thread."""
+        """Wait for earlier files (raising their errors), then start writing these files in a thread."""
 
         def write() -> None:
             for file in files:
@@ -395,12 +393,12 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """File for a checkpoint: samples of the groups that were unfinished in `state`, with their tokens and scores now; b"" if none."""
+        """Return a checkpoint file with tokens and scores of the samples unfinished in `state`; b"" if none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state; returns the number of samples that continue. `unfinished`: file with them."""
+        """Restore a state, with samples of the file `unfinished`; return the number of samples that continue."""
         saved = from_file(unfinished, self._spec.columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))
@@ -428,7 +426,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep, if one of these is configured."""
+    """Return sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,
