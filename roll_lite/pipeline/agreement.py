@@ -1,7 +1,5 @@
-"""Check in every step that engines and trainer compute the same log-probs for the same tokens.
-
-A mismatch (config.json read differently, an incomplete weight update) would silently train on another policy's samples.
-"""
+"""Check in every step that engines and trainer compute the same log-probs for the same tokens: otherwise a run silently trains on
+another policy's samples."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
-"""Maximum mean log-prob difference in nats under `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
+"""Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean log-prob difference in nats that is ignored as rounding."""
 STALE_FLOOR = 0.05
@@ -92,7 +90,6 @@ class Agreement:
         self._bound = BOUND[precision if self._is_live else "bfloat16"] if bound == "auto" else bound
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
-        """Trainer weight version for which the user accepts any difference."""
         self._past: dict[str, list[float]] = {}
         """Mean log-prob differences of earlier steps, by age as text (checkpoints are JSON)."""
 
@@ -100,10 +97,7 @@ class Agreement:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if an engine's log-probs differ too much from the trainer's.
-
-        `version`: the trainer's weight version. `found`: sum of differences and number of tokens, by sample.
-        """
+        """Raise EnginesDiffer if log-probs differ too much. `found`: sum of differences and number of tokens, by sample."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

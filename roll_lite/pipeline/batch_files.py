@@ -49,7 +49,7 @@ class BatchFiles:
         return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
-        """Save the start weights: copies of adapters and small models, paths of large models."""
+        """Save copies of adapters and small start models, and paths of large ones."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -141,7 +141,6 @@ def _files_of(model: Path) -> dict[str, FileRecord]:
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """Return one row per sample and optimizer step; steps count from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {
@@ -159,7 +158,7 @@ def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
 
 
 def most_tokens(config: RunConfig) -> int:
-    """Return an upper bound of the tokens of a step."""
+    """Return an upper bound of a step's tokens."""
     return (
         config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
     )

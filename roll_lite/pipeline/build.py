@@ -110,8 +110,8 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers.
 
-    All members of an NCCL group need equal settings, and SGLang disables two NCCL features. By default, torch rounds the trainers' pinned
-    copies up to powers of two and never releases them.
+    All members of an NCCL group need equal settings, so trainers follow SGLang. Torch would round trainers' pinned copies up to powers of
+    two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -149,7 +149,7 @@ def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize all workers: in parallel if they stay loaded, one after the other if they offload."""
+    """Initialize workers: in parallel if they stay loaded, otherwise one by one."""
     initialize(models, lambda: [] if live is None else starting(live))
     if live is None:
         return

@@ -29,7 +29,6 @@ TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup m
 
 @contextmanager
 def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Cause the faults of `config` inside the block; `say` reports each."""
     if config is None:
         yield
         return
@@ -63,7 +62,6 @@ def on(node: str, task: ray.remote_function.RemoteFunction) -> ray.remote_functi
 
 @ray.remote(num_cpus=0)
 def why_uncut() -> str | None:
-    """Return why this node cannot be cut off; None if it can."""
     tried = subprocess.run(["sh", "-c", TRY_CUT], capture_output=True, text=True, check=False)
     return tried.stderr.strip() if tried.returncode else None
 
@@ -129,7 +127,6 @@ def strike(place: Place, action: str, draw: float, seconds: float) -> None:
 
 
 def slowed(process: psutil.Process, seconds: float) -> None:
-    """Let the process run only a tenth of the time."""
     end = time.monotonic() + seconds
     with suppress(psutil.Error):
         while time.monotonic() < end:

@@ -1,8 +1,4 @@
-"""Checkpoints and the final model.
-
-With checkpoint.store, a checkpoint counts only once it is in the store. Ranks use the run folder on their own node, where the newest
-checkpoint stays for restarted ranks.
-"""
+"""Checkpoints and the final model. With checkpoint.store, nodes also keep the newest checkpoint, for restarted ranks."""
 
 from __future__ import annotations
 
@@ -57,11 +53,9 @@ NO_ROOM = (
 )
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
-"""Checkpoint files that the driver writes, besides the list of files."""
 SEEN_WITHIN_S = 60.0
 """Seconds to wait for files of other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
-"""Free bytes below which a disk counts as full."""
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
 INTERRUPTED_S = 3.0
@@ -72,7 +66,6 @@ INTERRUPTED_S = 3.0
 class Unfinished:
     folder: Path
     models: Mapping[str, Model[Any]]
-    """Models whose ranks are writing files, by role."""
 
 
 class Checkpoints:
@@ -82,24 +75,18 @@ class Checkpoints:
         self._apart = apart
         self._run_folder = run_folder
         self._home = folder_of_checkpoints(config, run_folder)
-        """Folder of complete checkpoints: the run folder, or its place in the store."""
         self._in_store = not is_local(self._home)
         self._waiting: list[Path] = []
-        """Checkpoints not uploaded yet, oldest first."""
         self._running: Unfinished | None = None
         self._newest: Path | None = None
-        """Newest complete checkpoint that this run wrote or loaded."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
         """Steps between in-memory copies, and step of the newest copy; 0: none."""
         self._copy: dict[str, Any] = {}
-        """States of driver and batch source, and object references of the ranks' states, by role."""
         self.goes_on = goes_on(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint. With checkpoint.asynchronous it is complete only after `finish_if_written` or `finish`.
-
-        `rollouts`, `pipeline`: states of batch source and driver. `unfinished`: samples in flight.
-        """
+        """Save a checkpoint; if asynchronous, it is complete only after `finish_if_written` or `finish`. `unfinished`: samples in
+        flight."""
         self.finish()
         if self._newest is not None and self.newest_step == pipeline["steps_done"]:
             return self._newest  # saved before a rank was lost and the steps since were repeated
@@ -157,7 +144,6 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, then give it its final name."""
         if (running := self._running) is None:
             return
         self._running = None
@@ -191,12 +177,11 @@ class Checkpoints:
             discard(old)
 
     def _surplus(self, checkpoints: Sequence[Path]) -> list[Path]:
-        """Return all but the newest `keep` checkpoints and multiples of `keep_every`."""
         settings = self._config.checkpoint
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
     def _upload(self, models: Mapping[str, Model[Any]]) -> None:
-        """Upload waiting checkpoints. A failure is only logged: the next save retries."""
+        """Upload waiting checkpoints; log a failure, since the next save retries."""
         for folder in self._surplus(self._waiting):
             self._waiting.remove(folder)
         try:
@@ -239,14 +224,13 @@ class Checkpoints:
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
     def _keep_on_nodes(self, models: Models) -> None:
-        """Remove checkpoints from the nodes, except the newest and those not uploaded."""
         names = [folder.name for folder in (*self._waiting, self._newest) if folder is not None]
         for model in self.stateful(models).values():
             model.ranks.all(ModelWorker.keep_checkpoints, (self._run_folder / FOLDER).resolve(), names)
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Verify and load `checkpoint.resume`. Return the driver's state, or None without `resume`.
+        """Verify and load `checkpoint.resume`; return the driver's state.
 
         A run that continues in its own folder renames a damaged checkpoint and takes the one before.
         """
@@ -289,10 +273,7 @@ class Checkpoints:
         self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the in-memory copy, or a newer complete checkpoint, into new ranks. Return the loaded state; None if neither exists.
-
-        A copy that fails to load is not tried again.
-        """
+        """Load the in-memory copy, or a newer complete checkpoint, into new ranks. Return its state; None if neither exists."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
@@ -317,8 +298,7 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged; the one before becomes the newest. Raise `error` if a resumed run has no earlier one of
-        its own."""
+        """Mark the newest checkpoint as damaged and use the one before. Raise `error` if a resumed run has none of its own."""
         assert self._newest is not None
         with reaching(self._home):
             earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
@@ -344,10 +324,8 @@ class Checkpoints:
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify all checksums, download files that nodes lack, and return the checkpoint's state.
-
-        `copy`: local folder to read state and file list from, instead of the store.
-        """
+        """Verify all checksums, download missing files, and return the checkpoint's state. `copy`: local folder with the state and file
+        list."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -372,7 +350,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export actor (and its average) and critic in Hugging Face format."""
+        """Export actor, its average and critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -417,8 +395,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the ranks' files with these sizes in bytes. Raise RuntimeError after SEEN_WITHIN_S, or if `sizes` is
-    empty."""
+    """Wait until this node sees the ranks' files with these sizes. Raise RuntimeError after SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

@@ -1,7 +1,7 @@
-"""Files of checkpoints: which one to resume from, whether it is intact, and whether it fits the run.
+"""Files of checkpoints: which one to resume from, whether it is intact, whether it fits the run.
 
-A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and, written
-last, `files.json` (sizes and checksums). The layout in a store (checkpoint.store) is the same.
+A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
+(sizes and checksums), written last.
 """
 
 from __future__ import annotations
@@ -91,10 +91,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with `checkpoint.resume` resolved (`auto`, or a run that saves to a store), and notes on the choice.
-
-    Raise StoreUnreachable if the store does not answer.
-    """
+    """Return the configuration with `checkpoint.resume` resolved, and notes on the choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -171,7 +168,6 @@ def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord]:
-    """Return sizes and checksums that files.json records, by file name."""
     entries = _read_json(checkpoint, LIST_FILE)
     try:
         records = {name: FileRecord(**entry) for name, entry in entries.items()}
@@ -222,7 +218,6 @@ def damaged(checkpoint: Path, name: str, what: str) -> DamagedCheckpoint:
 
 
 def known_tracker_ids(checkpoint: Path) -> dict[str, str]:
-    """Return the tracker ids of the run that wrote the checkpoint; {} if unknown."""
     found: dict[str, str] = {}
     with suppress(OSError, ValueError, StoreUnreachable), reaching(checkpoint):
         found = _read_json(checkpoint, STATE_FILE).get("trackers", {})
@@ -244,7 +239,6 @@ def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
 
 
 def saved_roles(config: RunConfig) -> list[str]:
-    """Return the roles that a checkpoint contains, if the run has them."""
     return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
 
 
@@ -291,7 +285,6 @@ def _check_model(config: RunConfig, role: str, folder: Path) -> None:
 
 
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    """Return the saved configuration's section at the path `names`; None if absent."""
     found: Any = state.get("config")
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None

@@ -1,7 +1,4 @@
-"""Models and engines as the pipeline sees them, and their turns on devices (config/device_phases.py).
-
-Roles with `offload: true` are loaded only while they work, one after the other on a shared device.
-"""
+"""Models and engines as the pipeline sees them, and their turns on shared devices (config/device_phases.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ W = TypeVar("W", bound=ModelWorker)
 R = TypeVar("R")
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of a file that a rank sends at once."""
 
 
 class Movable(ABC):
@@ -166,8 +162,6 @@ class RewardModels:
 
 @dataclass(frozen=True)
 class Models:
-    """Models that train, and the reference."""
-
     policy: Model[ActorWorker] | None
     """Actor; None in a run that does not train."""
     reference: Model[ReferenceWorker] | None = None
@@ -183,11 +177,10 @@ class Models:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_moved(self) -> dict[str, list[Moved]]:
-        """Return loads and offloads since the last call, by role with `offload: true`."""
+        """Return loads and offloads since the last call."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
 
     def take_work(self) -> dict[str, list[RankWork]]:
-        """Return the ranks' work by phase since the last call."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}
 
     @property
@@ -229,10 +222,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role inside the block, and offload them even after a failure.
-
-    `beside`: roles loaded too, offloaded here only after a failure.
-    """
+    """Load parts of a role inside the block, and offload them even after a failure. `beside`: roles loaded too, offloaded here only
+    after a failure."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield
@@ -273,7 +264,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yield a turn's pending calls (load, work, offload), and receive their results through `send`. Return the work's result."""
+    """Yield a turn's calls (load, work, offload), receive their results by `send`, return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -27,7 +27,6 @@ class EarlyPasses:
     """Starts forward passes over finished groups during generation. Drops results of samples outside the final batch."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
-        """Pairs in `models`: a model and the columns that it computes."""
         self._models = models
         self._least = least_early(prompts_per_step)
         self._journal = journal

@@ -46,10 +46,7 @@ class _Start:
 
 
 class EngineRestarts:
-    """Replaces lost engines and starts further ones (`joining`). A newcomer is an engine that has started but lacks the current weights.
-
-    With `offload: true`, engines start only while the driver waits for rollouts, when devices are free.
-    """
+    """Replaces lost engines and starts further ones (`joining`). A newcomer has started but lacks the current weights."""
 
     def __init__(
         self,
@@ -75,12 +72,10 @@ class EngineRestarts:
         self._follows_drains = follows_drains
         self._start_s = start_s
         self._waiting = set(range(self._group.first, self.replicas.world_size))
-        """Engines that wait for devices: not joined yet, left with their nodes, or failed to start too often. They are not reported as
-        lost."""
+        """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
         """Engines that failed too often, and the times to try them again."""
         self._asked = 0.0
-        """Time of the last query for draining nodes."""
         self._leaving: dict[int, ray.ObjectRef] = {}
         """Engines that are leaving, and the calls that pass their requests to other engines."""
         self._lost_at: dict[int, float] = {}
@@ -96,7 +91,6 @@ class EngineRestarts:
                 WATCH.errands["engines"] = self.tend
 
     def end(self) -> None:
-        """Stop replacing engines."""
         WATCH.errands.pop("engines", None)
 
     @property
@@ -112,7 +106,6 @@ class EngineRestarts:
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
-        """Tell a restarted rollout service which engines are not replaced."""
         for engine, cause in self._group.lost.items():
             if engine not in self._group.replaceable:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)

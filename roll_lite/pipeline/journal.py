@@ -48,16 +48,14 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 
 UPDATES_FILE = "updates.jsonl"
 FAILURE_FILE = "failure.txt"
-"""File with the full texts of failures."""
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
 """File with node and process id of every process of the run."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
-"""Columns of the credit files, which list each sample's reward and advantage."""
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Matches numbers and words with digits (process ids, addresses): failures that differ only there count as the same."""
+"""Matches numbers and words with digits, which do not distinguish failures."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -87,18 +85,15 @@ class Journal:
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
-        """Counts of engines lost, returned, joined or left since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
         """Reports by (place, text without numbers): how often, and the first full text."""
         self._places: list[tuple[str, int, Place]] = []
-        """Content of PROCESSES_FILE."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None
         """Rows with rewards, until `_write_credit` writes them."""
 
     def connect(self) -> None:
-        """Start the trackers; raise ValueError if one fails."""
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
         repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
@@ -184,7 +179,7 @@ class Journal:
             )
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
-        """Report that a replacement serves, `seconds` after the loss. `version`: of its weights; None if the run does not train."""
+        """Report that a replacement serves, `seconds` after the loss, with weights of `version`."""
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
@@ -192,22 +187,18 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} serves again, {seconds:.0f} s after its loss{weights}")
 
     def engine_joined(self, number: int, engines: int, version: int | None) -> None:
-        """Report that a further engine serves. `engines`: number of engines. `version`: as in `engine_restarted`."""
         self._moves["joined"] += 1
         weights = "" if version is None else f" with the weights of version {version}"
         self.console.message(f"actor_infer[{number}]{WATCH.where('actor_infer', number)} joins{weights}; {engines} engines now")
 
     def engine_left(self, number: int, engines: int) -> None:
-        """Report that an engine left with its node. `engines`: number that remain."""
         self._moves["left"] += 1
         where = WATCH.where("actor_infer", number)
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank, and remove records of updates after step `reached`, the last complete one.
-
-        The role restarts from step `since` (`in_memory`: from a copy in memory). `repeats`: "steps" or "the updates of steps".
-        """
+        """Report a lost rank, and remove records of updates after step `reached`, the last complete one. The role restarts from step
+        `since`."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -231,10 +222,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: workers replaced since the last batch, by part (reward, environment) and domain.
-
-        `silences`: seconds without an answer, for each engine lost since the last batch.
-        """
+        """Record a batch. `replaced`: workers replaced, by part (reward, environment) and domain. `silences`: seconds without an answer,
+        per lost engine."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -272,7 +261,6 @@ class Journal:
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """Log each domain's failures and retries with the commonest cause. `of`: prefix."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -313,7 +301,6 @@ class Journal:
             self._sums.add(f"rollout/response_length_p{percent}", float(in_order[nearest_rank(percent, len(in_order)) - 1]), label=label)
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
-        """Record rewards and masks of all rows, masked ones included."""
         self._shaped = rows
         self.ledger.masked(self._current, rows, masked)
         numbers = rows.tensor("domain_number")
@@ -345,8 +332,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file, a line per row, unless already written. `advantages`: by sample number; null if missing or not
-        finite."""
+        """Write the step's credit file, a line per row, unless already written. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -400,7 +386,6 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
-        """Record the ranks' memory by phase, and the speed of training and forward passes."""
         for role, ranks in by_role.items():
             for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
                 done = [rank[phase] for rank in ranks if phase in rank]

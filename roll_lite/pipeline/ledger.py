@@ -39,10 +39,7 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record a start or resumption after `step`, and the settings by which later lines can be checked.
-
-        `again`: this process went back to that step, so its lines about later steps are void.
-        """
+        """Record a start or resumption after `step`. `again`: this process went back, so its lines about later steps are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -72,12 +69,10 @@ class Ledger:
         return "." if goes_on(self._config, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
 
     def step(self, step: int, version: int) -> None:
-        """Record a complete step. `version`: version of the weights after it."""
         self.write("step", step=step, version=version)
         flush([self._path])
 
     def masked(self, step: int, rows: DataProto, masked: Masked) -> None:
-        """Record samples that do not train, by cause."""
         weightless = masked.weights.numpy() == 0
         if weightless.any():
             causes = {cause: _names(rows, np.flatnonzero(of.numpy() & weightless)) for cause, of in masked.causes.items() if of.any()}

@@ -33,10 +33,8 @@ ANSWER_SECONDS = 60.0
 @dataclass(frozen=True)
 class NodeFacts:
     versions: Mapping[str, str]
-    """Versions of Python and of the installed packages."""
     memory_gib: float
     disk_gib: float
-    """Free space in the run folder's file system."""
     unreachable: Mapping[str, str]
     """Reasons why nodes cannot be reached, by address."""
     clock_s: float = 0.0
@@ -44,8 +42,6 @@ class NodeFacts:
 
 
 class Scout:
-    """Collects facts about its node, and listens on a system-chosen port, as training ranks do."""
-
     def __init__(self) -> None:
         self._listener = socket.create_server(("", 0))
 
@@ -83,7 +79,7 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Compare a run's nodes and show them in a table. Return the ids of all nodes except the driver's.
+    """Show a run's nodes in a table; return the ids of all nodes except the driver's.
 
     Raise ValueError if versions differ or nodes cannot reach each other.
     """
@@ -105,7 +101,6 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
 
 
 def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
-    """Return the facts of each node, by node id."""
     make = ray.remote(Scout)
     strategies = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
     scouts = [make.options(num_cpus=0, scheduling_strategy=strategy).remote() for strategy in strategies]
@@ -157,7 +152,6 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def table(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> str:
-    """Return a table with a line per node; versions that all nodes share stand above it."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

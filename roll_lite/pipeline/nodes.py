@@ -128,10 +128,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 def looked_at(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return the view of each node, by id. `read`: folders that each node reads.
-
-    The driver leaves a probe file in the run folder; nodes that share the folder answer with a file beside it.
-    """
+    """Return the view of each node, by id. Nodes that share the run folder answer the driver's probe file with a file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

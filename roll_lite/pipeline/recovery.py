@@ -1,8 +1,8 @@
 """Recovery after the loss of a training rank or of the rollout service.
 
-A lost training role restarts from the newest checkpoint or in-memory copy, and trains again on the batches since then, which the driver
-keeps. No sample is generated again. A lost service restarts in its state after the last complete step, without the kept batches: if updates
-were in progress, the run repeats the steps since the newest checkpoint.
+A training role restarts from the newest checkpoint or in-memory copy, and trains again on the batches that the driver has kept. The service
+restarts in its state after the last step, without kept batches; if updates were in progress, the run repeats the steps since the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
-"""Names of the workers that supply batches."""
 BUDGET_SECONDS = 3600.0
 """Seconds within which a role may restart `restarts` times."""
 BYTES_PER_TOKEN = 32
@@ -65,7 +64,6 @@ class Recovery:
         self._checkpoints = checkpoints
         self._journal = journal
         self._batches: dict[int, RolloutBatch] = {}
-        """Batches by step, since the newest checkpoint."""
         self._restarted: dict[str, list[float]] = {}
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
@@ -74,18 +72,15 @@ class Recovery:
         self.source_state: dict[str, Any] = {}
         """Batch source state after the last step."""
         self._next_source_state: dict[str, Any] = {}
-        """Batch source state after the batch of the step in progress."""
         self._weights_are_known = True
         """False while an update may have changed weights since the last complete step."""
         self._service_is_lost = False
-        """True until the lost rollout service has restarted."""
         self._rewinds = False
         """True while the run goes back to an earlier step."""
         self._validation: int | None = None
         """Step of a validation that was lost with the service, until it runs again."""
 
     def begin(self, state: dict[str, Any]) -> None:
-        """Remember the start state, for runs without a checkpoint."""
         self._start = self.reached = _saved(state)
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
@@ -113,8 +108,7 @@ class Recovery:
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Do the work. After the loss of a training rank or the rollout service, recover and repeat it. A loss during recovery restarts
-        the recovery."""
+        """Do the work; after the loss of a training rank or the rollout service, recover and repeat it."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -132,7 +126,6 @@ class Recovery:
                 self._checkpoints.set_aside_newest(error)
 
     def _require_restart(self, failure: RankFailed) -> None:
-        """Raise the failure if a restart cannot help or the limit of restarts is reached."""
         setting, allowed = self._allowed(failure.role)
         if not failure.is_loss or allowed == 0:
             raise failure
@@ -143,17 +136,15 @@ class Recovery:
         times.append(now)
 
     def _allowed(self, role: str) -> tuple[str, int]:
-        """Return YAML path and value of the role's restart limit; 0 for roles that do not restart."""
         if role in SERVICES:
             return "rollout.restarts", self._config.rollout.restarts
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
-        """Restart lost roles, and bring driver, trained weights and rollout service to the state after the last step.
+        """Restart lost roles and return to the state after the last step.
 
-        After the loss of a trained rank, or any loss during updates, all trained models load the checkpoint (`goes_back`) and repeat the
-        updates on the kept batches. If batches are missing, the run repeats whole steps (`rewinds`) with a new service. Otherwise only the
-        lost role restarts.
+        If weights are lost or unknown, trained models load the checkpoint (`goes_back`) and repeat updates on the kept batches or, if
+        batches are missing, whole steps (`rewinds`).
         """
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}
@@ -213,7 +204,6 @@ class Recovery:
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:
-    """Return a copy of a failure that ends the run, with the reason `why` in its cause."""
     first, _, rest = failure.cause.partition("\n")
     final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
     final.where = failure.where
@@ -227,10 +217,8 @@ def _saved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _room() -> float:
-    """Return the object store bytes that kept batches may take."""
     return STORE_SHARE * float(ray.cluster_resources().get("object_store_memory", 0))
 
 
 def _size(batch: RolloutBatch) -> int:
-    """Return the estimated object store bytes of a batch."""
     return BYTES_PER_TOKEN * int(lengths(batch.rows).sum())

@@ -16,8 +16,6 @@ ABSENT = "absent"
 
 
 class Effect(Enum):
-    """Effect of a setting that differs from the checkpoint's."""
-
     REFUSED = "may not change"
     START_ONLY = "read at a start only: the weights come from the checkpoint"
     SAME_COUNT = "refused if a domain's number of prompts changes (a domain under another name starts at its first prompt)"
@@ -100,7 +98,6 @@ def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool)
 
 
 def described(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a message that lists all differing settings by effect."""
     by_effect: dict[Effect, list[Change]] = {}
     for change in changes(before, now):
         by_effect.setdefault(change.effect, []).append(change)

@@ -80,8 +80,7 @@ class RLVRPipeline:
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step; the KL measured in it updates the next step's."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer, deferred to the end of the step (with `on_mismatch: pause`, if log-probs come from the
-        update alone)."""
+        """Comparison of engines and trainer, deferred to the end of the step with `on_mismatch: pause`."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -302,7 +301,6 @@ class RLVRPipeline:
         self.begin_validation(self.steps_done)
 
     def begin_validation(self, step: int) -> None:
-        """Start a validation of the current weights, reported under `step`."""
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
@@ -314,7 +312,6 @@ class RLVRPipeline:
 
     @phase("train")
     def compare_replicas(self, saves: bool) -> None:
-        """Compare weights of data parallel replicas, if due or before a checkpoint."""
         roles: dict[str, TrainRoleConfig | None] = {"actor_train": self.config.actor_train, "critic": self.config.critic}
         for name, model in self.models.trained.items():
             role = roles[name]
@@ -392,7 +389,6 @@ class RLVRPipeline:
         return self.due(self.config.validation.every) or self.steps_done == self.config.steps
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
-        """Return models that need a forward pass, with the columns that each computes."""
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
@@ -447,7 +443,6 @@ class Unrecorded:
 
 
 def training_rows(batch: Batch) -> int:
-    """Return the number of samples that train."""
     return int((per_sample(batch.rows).tensor("train_weight") > 0).sum())
 
 

@@ -73,7 +73,6 @@ def run(config: RunConfig) -> int:
 
 
 def is_over(folder: Path, steps: int) -> bool:
-    """Return True if the run in this folder has completed `steps` steps."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
         return summary["exit"] == "completed" and summary["steps"] >= steps
@@ -133,11 +132,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Lets SIGTERM and SIGHUP end a run like Ctrl-C, except signals ignored by nohup.
-
-    A first SIGTERM lets a run with checkpoints save its state. While the run's end is recorded, signals are ignored: closing terminals send
-    several.
-    """
+    """Lets SIGTERM and SIGHUP end a run like Ctrl-C, except signals ignored by nohup. A first SIGTERM lets a run with checkpoints save
+    its state."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -152,7 +148,6 @@ class Interruption:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let the run save its state at a first SIGTERM inside the block."""
         self._may_save = self._saves
         try:
             yield
@@ -189,7 +184,6 @@ class RunEnd:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the outcome of the block: completed, failed or interrupted."""
         try:
             yield
         except (KeyboardInterrupt, Preempted) as signal_:

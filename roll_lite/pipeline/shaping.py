@@ -98,7 +98,7 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return rewards [N] float32. `domains`: settings by domain number. `running`: moments, updated if rewards are normalised by them.
+    """Return rewards [N] float32. `domains`: settings by domain number. `running`: moments to update.
 
     Order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
     """
@@ -120,7 +120,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
+    """Return rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 
@@ -147,7 +147,6 @@ def _weighted(rewards: np.ndarray, rows: RewardRows, domains: Sequence[DomainRew
 
 
 def _users_weights(rows: RewardRows, name: str) -> np.ndarray:
-    """Return the weights [N] float64 of the user's function, which may return any sequence of numbers."""
     setting = "algorithm.masks.function"
     function = load_function(name, setting, "RewardRows -> weights [samples]")
     try:

@@ -22,7 +22,6 @@ LEAST_SHARED = 16 << 20
 
 
 def check_machine(_config: RunConfig) -> Iterator[Problem]:
-    """Check this machine's limits of open files and shared memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit to this one
     if 0 <= files < LEAST_FILES:
         yield Problem("ulimit -n", f"a run needs {LEAST_FILES} or more open files; raise the hard limit (ulimit -Hn 65536)", files)

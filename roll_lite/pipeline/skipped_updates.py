@@ -18,8 +18,6 @@ class NotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class Skipped:
-    """First skipped update of a series."""
-
     role: str
     step: int
     update: int
@@ -54,7 +52,6 @@ class SkippedUpdates:
     limits: Mapping[str, int]
     """Skipped updates in a row that end the run, by role; 0: no limit."""
     with_ptx: bool = False
-    """True if the actor's updates include rows of algorithm.ptx."""
     _series: dict[str, SkippedSeries] = field(default_factory=dict)
     _too_long: str | None = None
 

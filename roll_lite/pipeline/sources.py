@@ -32,7 +32,6 @@ T = TypeVar("T")
 LAST_SECONDS = 60.0
 """Seconds to wait for the rollout service's last ledger lines."""
 HeldOut = tuple[DataProto, RolloutStats]
-"""Rows and statistics of held-out samples."""
 
 
 class BatchSource(ABC):
@@ -55,11 +54,9 @@ class BatchSource(ABC):
         """Wait for the next batch. `poll` is called about once a second and must not block."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
-        """Start a validation with `samples` responses per held-out prompt. `sampling`: settings by domain."""
         raise NotImplementedError("held-out prompts need engines")
 
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
-        """Wait for the validation's result. `version`: the trainer's weight version."""
         return validation.result()
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
@@ -84,8 +81,6 @@ class BatchSource(ABC):
 
 @dataclass
 class LiveRollouts(BatchSource):
-    """Batches from engines and rewards."""
-
     engines: Engines
     restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
@@ -177,7 +172,6 @@ class LiveRollouts(BatchSource):
             return result
 
     def _shown(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool) -> T:
-        """Wait for a batch or validation and show its progress. Calls `poll` about once a second."""
         asked: Pending[dict[str, Progress]] | None = None
 
         def poll_all() -> None:
@@ -264,7 +258,6 @@ class ReplayedRollouts(BatchSource):
 @dataclass(frozen=True)
 class RunningValidation:
     step: int
-    """Step under which the validation is reported."""
     answers: Pending[HeldOut]
 
 

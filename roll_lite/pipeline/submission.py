@@ -29,10 +29,8 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield paths that the job, running in an uploaded copy of the current folder, would not find.
-
-    `written`: settings with relative paths. `folder`: folder of the configuration file.
-    """
+    """Yield paths that the job, running in an uploaded copy of the current folder, would not find. `written`: settings with relative
+    paths."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

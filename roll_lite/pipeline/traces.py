@@ -22,7 +22,6 @@ class Traces:
     """Addresses of nodes that do not share the run folder."""
 
     def start(self, step: int) -> None:
-        """Start recording if the step is in `steps`."""
         if step in self.steps:
             self._trace_engines(None)
             for model in self.models.all:
@@ -43,6 +42,5 @@ class Traces:
         self.journal.console.message(f"step {step}: profiler traces are in {folder}; open them at https://ui.perfetto.dev{missing}")
 
     def _trace_engines(self, folder: Path | None) -> dict[str, str]:
-        """Start the engines' recordings (`folder` None) or write them. Return failures by file."""
         whys = self.engines.replicas.each(InferWorker.trace, folder) if self.engines is not None else {}
         return {f"actor_infer-{engine}-{number}.json.gz": why for engine, own in whys.items() for number, why in enumerate(own)}

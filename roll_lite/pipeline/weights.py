@@ -29,8 +29,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 FULLY_VERIFIED = 3
-"""Number of an engine's first updates in which all tensors are compared: most faults show there. With `verify: sampled`, later updates
-compare a sample."""
+"""Number of an engine's first updates in which all tensors are compared, even with `verify: sampled`: most faults show there."""
 LOSS_SECONDS = 5.0
 """Seconds to wait, after a failed transfer, for news of a lost engine."""
 ANSWER_SECONDS = 30.0
@@ -68,11 +67,9 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         """Transfer plan of the present connections; None before connecting."""
         self._verified: Counter[int] = Counter()
-        """Number of compared updates, by engine, since its start."""
         self._version: int | None = None
         """Version last sent; None before the first `push`, which also sends start weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
-        """Engine calls of the latest transfer, possibly pending."""
 
     @property
     def version(self) -> int:
@@ -116,7 +113,6 @@ class WeightSync:
             interrupt(self._interrupts, self._epoch)
 
     def service_restarted(self) -> None:
-        """Tell a new rollout service the engines' weight version."""
         if self._version is not None:
             self._rollouts.one(RolloutWorker.set_version, self._version)
 
@@ -164,15 +160,13 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. Return None (the caller must retry) if an engine was lost, even after its answer: others may have
-        read from it.
+        """Wait for engines and trainers. Return None (the caller must retry) if an engine was lost: others may have read from it.
 
         Other failures raise RuntimeError with all causes.
         """
         interrupted: float | None = None
         self._transfer = engines
         failed: dict[str, str] = {}
-        """Causes by engine or trainer rank, in order of arrival: later causes may follow from the first."""
 
         def poll() -> None:
             nonlocal interrupted
@@ -201,7 +195,6 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
-        """Return True if one of these engines is lost within `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
             time.sleep(0.1)

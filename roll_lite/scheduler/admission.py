@@ -26,11 +26,11 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: length of the run in batches; None: unlimited."""
+        """Take `batches` as the run's length; None: unlimited."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Number of admitted requests that have not reached the router, and the sum of their expected tokens."""
+        """Admitted requests that have not reached the router: their number and expected tokens."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -42,8 +42,7 @@ class Admission:
         self._looked = 0.0
 
     def admit(self) -> None:
-        """Start prompts while there is room. Deterministic runs first wait for all running groups, so that the order does not depend on
-        timing."""
+        """Start prompts while there is room; in deterministic runs only once no group is running."""
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
         if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
@@ -94,8 +93,7 @@ class Admission:
         return self.plan.has_open(domain, self._asked_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """Return the lowest number of batches, requested at its admission, with which a group is young enough for the domain's next
-        batch."""
+        """Return the lowest number of batches requested at admission with which a group is young enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 
@@ -111,14 +109,12 @@ class Admission:
         return (batches - self._resumed_at) * self.plan.size + ahead if batches else 0
 
     def _asked_places(self) -> int:
-        """Return the number of groups in all batches requested since start or resumption."""
         return (self.asked - self._resumed_at) * self.plan.size
 
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches: at most one batch may wait for scores, as more would become
-        stale."""
+        """Return how many samples each domain may start for later batches; at most one batch may wait for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}
@@ -128,7 +124,6 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Add the time since the last call to `behind_s` of domains whose rewards lagged, and remember the domains that lag (`behind`)."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:
@@ -145,7 +140,6 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state, after the domains' states."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

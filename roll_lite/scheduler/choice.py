@@ -22,20 +22,17 @@ class EngineLoad:
     done: float = 0.0
     """Part of `tokens` reported done; negative if responses outgrow the estimate."""
     requests: int = 0
-    """Requests in flight or about to be sent."""
     generating: int = 0
-    """Requests that the engine has started and not finished."""
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
     dead: str | None = None
     """Cause of the engine's loss; None while it lives."""
     serves: bool = True
-    """False once the engine gets no more requests."""
     number: int = 0
 
     @property
     def left(self) -> float:
-        """Expected tokens that the engine still has to prefill and generate."""
+        """Expected tokens that the engine must still prefill or generate."""
         return self.tokens - self.done
 
 
@@ -51,7 +48,6 @@ class EngineChoice:
         # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
-        """Engines whose `_heap` entries are outdated by progress reports."""
         self._numbers = itertools.count()
         self.serving = 0
         self._tokens = 0.0
@@ -72,7 +68,6 @@ class EngineChoice:
         return engine
 
     def takes(self, tokens: float) -> float:
-        """Return how many requests of this many tokens all engines can take together."""
         by_requests = inf if self._most_requests is None else self._most_requests * self.serving
         return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
 
@@ -87,9 +82,9 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Return an engine and the load in tokens that the request adds, or None if all are full.
+        """Return an engine and the load in tokens that the request adds; None if all are full.
 
-        `prefix`: name of the request's first `shared_tokens` tokens, which other requests share. `own_tokens`: load besides these.
+        `prefix`: name of the first `shared_tokens` tokens, which other requests share.
         """
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
@@ -111,7 +106,6 @@ class EngineChoice:
             self._prefixes.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget all prefixes: the engines' caches were cleared."""
         self._prefixes.clear()
 
     def take_back(self, engine: EngineLoad, cost: float) -> None:

@@ -19,9 +19,9 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Consecutive prompts without a usable group after which the run fails; 3 times the domain's prompts per batch if that is more."""
+"""Number of consecutive lost or filtered prompts after which the run fails; 3 times the prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""Second limit: the run fails if a fraction MOST_LOST of LONGER times as many latest prompts yields no usable group."""
+"""Fraction of lost prompts, among LONGER times as many, at which the run also fails."""
 
 
 class DomainFailed(RuntimeError):
@@ -56,7 +56,6 @@ class Domain:
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
-    """Minimum number of groups in each batch."""
     episode: Episode = one_response
 
     @property
@@ -83,8 +82,6 @@ class Counts:
 
 @dataclass(frozen=True)
 class _PutBack:
-    """Prompt to start: a new one, or one that starts again."""
-
     row: tuple[int, int]
     """Epoch and row number of the prompt."""
     group: int | None = None
@@ -110,10 +107,8 @@ class _Live:
 
 
 class DomainScheduler:
-    """Runs the groups of one domain.
-
-    Calls `changed` when a group has ended or is ready, `broken` when an error ends the domain, `left_out` for lost and filtered groups.
-    """
+    """Runs the groups of one domain. Calls `changed` for each group that ends, `broken` for fatal errors, `left_out` for lost and
+    filtered groups."""
 
     def __init__(
         self,
@@ -141,14 +136,12 @@ class DomainScheduler:
         self._taken_up: dict[int, int] = {}
         """New groups of prompts in flight at the resumed checkpoint, by old group number."""
         self._ledger: list[dict[str, Any]] = []
-        """Ledger lines of ended groups that are not fetched yet."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
         """Causes of loss of the latest groups; None: not lost. Stale groups are left out."""
         self._given_up = 0
-        """Filtered groups without replacement, as no tries were left; the next batch may lack this many groups."""
+        """Filtered groups without replacement, which the next batch may lack."""
         self._tries_left = 0
-        """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
         """Running group that the batch waits for: it would be too old for the next batch."""
 
@@ -195,7 +188,6 @@ class DomainScheduler:
         return self._start(clock)
 
     def _start(self, clock: int) -> bool:
-        """Start the next prompt. Stale prompts and those in flight at the checkpoint come first."""
         if self.exhausted:
             return False
         prompt = self._put_back.popleft() if self._put_back else _PutBack(self._domain.order.next())
@@ -241,7 +233,6 @@ class DomainScheduler:
     # ------------------------------------------------------------ the ends of a group
 
     def _judge(self, live: _Live, group: SampleGroup) -> None:
-        """Decide whether a complete group trains, is filtered or lost."""
         self._recorder.group(group)
         lost = loss_of(group)
         chosen = self._domain.filter
@@ -290,8 +281,7 @@ class DomainScheduler:
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
         """Return the batch's `count` groups in order of admission; None if not ready.
 
-        The batch waits for groups admitted before `oldest_next`, which would be too old for the domain's next batch: selection must not
-        depend on response length.
+        The batch waits for groups admitted before `oldest_next`: selection must not depend on response length.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -315,13 +305,11 @@ class DomainScheduler:
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:
-        """Return finished groups that the next batch of `count` surely contains."""
         oldest = sorted(self.live)[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups too old for the next batch, and put their prompts first in the queue. `clock`: batches requested, the next
-        included."""
+        """End groups too old for the next batch, and requeue their prompts first. `clock`: batches requested."""
         stale = [live for live in self._groups if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -353,7 +341,6 @@ class DomainScheduler:
 
     @property
     def live(self) -> list[int]:
-        """Numbers of the groups that have not ended."""
         return [live.number for live in self._groups]
 
     @property
@@ -365,13 +352,11 @@ class DomainScheduler:
         return lines
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        """Return unfetched ledger lines, and a line per undelivered group that records it as dropped."""
         return [*self._ledger, *(self._line(one, DROPPED, cause) for one in self._groups)]
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, with the prompts of all undelivered groups."""
         live = [(one.row, one.number, one.admitted) for one in sorted(self._groups, key=lambda live: live.number)]
         put_back = [(one.row, one.group, one.admitted) for one in self._put_back]
         unfinished = [{"row": row, "group": group, "asked": admitted} for row, group, admitted in [*live, *put_back]]
@@ -388,11 +373,11 @@ class DomainScheduler:
             self._put_back.append(_PutBack((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Return the group that generates the prompt of group `number`: a new one if the prompt was in flight at the checkpoint."""
+        """Return the group that continues the prompt of checkpointed group `number`, or `number` itself."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Return the samples of an undelivered group for a checkpoint, by index; without samples that cannot continue."""
+        """Return checkpoint states of an undelivered group's samples, by index."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]
@@ -410,12 +395,10 @@ class DomainScheduler:
 
 
 def complete(group: SampleGroup) -> dict[int, Unfinished]:
-    """Return all samples of a complete group, by index."""
     return {one.id.index: Unfinished(SavedSample.of(one)) for one in (*group.samples, group.baseline) if one is not None}
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """Return True if the samples, or the task that gathers them, were cancelled."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 

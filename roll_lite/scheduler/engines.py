@@ -1,7 +1,5 @@
-"""Clients of engines: a future per request for the router, batches of requests for the engine.
-
-A remote call costs about as much as a short sample on a small model, so one call sends all requests of an event-loop turn.
-"""
+"""Clients of engines: a future per request for the router, batched calls to the engine, since a remote call costs as much as a short
+sample."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """Loss of an engine with a request in flight. Another engine can restart the request or continue from `partial`, the tokens so far."""
+    """Loss of an engine with a request in flight, which another engine can continue from `partial`."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -26,8 +24,6 @@ class EngineLost(Exception):
 
 
 class Asked:
-    """Request at an engine, with the future of its answer."""
-
     __slots__ = ("answer", "parts", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -78,10 +74,7 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """Client that exchanges requests and answers in batches.
-
-    `frozen_admission` (deterministic runs): the engine stays paused until it has all requests of a batch.
-    """
+    """Client that exchanges requests and answers in batches. `frozen_admission`: pause the engine until it has all requests of a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name

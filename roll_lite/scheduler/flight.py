@@ -57,7 +57,6 @@ class ExpectedLength:
     def _sort(self) -> None:
         self._lengths = sorted((*self._last, self.most))
         self._sums = [0, *accumulate(reversed(self._lengths))]
-        """Sums of the n longest lengths, by n."""
         self._new = 0
 
     def observe(self, tokens: int) -> None:
@@ -140,7 +139,6 @@ class Flight(Asked):
         clock: EngineClock,
         so_far: Turn | None = None,
     ) -> None:
-        """Continue the response `so_far`, if given."""
         # The attributes of Asked are set for each engine anew, by `depart`.
         self.domain, self.first, self.expected = domain, first, expected
         self.request, self.parts = first, []
@@ -171,7 +169,6 @@ class Flight(Asked):
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """Return the response tokens expected after `generated` tokens."""
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
 
@@ -186,14 +183,12 @@ class Flight(Asked):
         self.legs += 1
 
     def survive(self, loss: EngineLost) -> None:
-        """Note the loss of an engine that ran the request. Raise RequestFailed after DEADLY losses."""
         self.survived += (loss,)
         if len(self.survived) >= DEADLY:
             causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in self.survived)}"
             raise RequestFailed(f"request given up: {causes}", self.so_far, final=True) from loss
 
     def start_over(self) -> None:
-        """Reset generation time and `timed_out`, because the request starts again."""
         self.timed_out, self._generating_s = False, 0.0
 
     def _next_request(self) -> GenerationRequest:
@@ -212,7 +207,6 @@ class Flight(Asked):
         self._length = self.left()
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """Time in `_since`: start of generation or, before it, of sending."""
         # A timer and callbacks: a task per request would dominate the cost.
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)

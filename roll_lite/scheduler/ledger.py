@@ -21,8 +21,7 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return an ended group's line. `row`: epoch and row number of its prompt. `asked`: batches requested at its start. `group`: None if
-    unfinished. `continues`: dropped group whose prompt it restarts."""
+    """Return an ended group's line. `asked`: batches requested at its start. `continues`: dropped group whose prompt it restarts."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

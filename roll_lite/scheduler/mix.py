@@ -73,10 +73,8 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of coming batches: how many groups of each domain they hold, and which domain starts next.
-
-    `least`: minimum groups per batch, by domain, at the expense of other domains.
-    """
+    """Plan of coming batches: how many groups of each domain they hold, and which domain starts next. `least`: minimum groups per batch,
+    by domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
@@ -168,7 +166,6 @@ class MixedOrder:
     """Prompt order of a domain with several files, mixed by shares. Each file has its own epochs."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
-        """Take `parts` as the number of prompts per file."""
         self._domain = domain
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}

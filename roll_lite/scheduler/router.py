@@ -28,11 +28,10 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine, or one with its prefix cached. Deterministic runs choose by a hash of the request id
-    and start requests in waves (WaveGate).
+    """Sends each request to the least loaded engine, or one with its prefix cached. Deterministic runs choose by request id and start
+    requests in waves.
 
-    `engine_slots`, `engine_tokens`: limits in flight per engine; other requests wait here. `timeout_s` counts from a request's start in the
-    engine. Interrupted requests continue from their tokens, except in deterministic runs.
+    `engine_slots`, `engine_tokens`: limits in flight per engine. `timeout_s` counts from a request's start in the engine.
     """
 
     def __init__(
@@ -59,9 +58,7 @@ class Router:
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
         self._at_engines: dict[str, EngineLoad] = {}
-        """Engine of each request in flight, by current request id (changes after an interruption)."""
         self._flights: dict[str, Flight] = {}
-        """Requests in flight or waiting, by original request id."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
@@ -148,8 +145,7 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """Return True if more prompts may start; few may wait, since staleness counts from their start. `announced`: requests on their
-        way here, with `tokens` expected tokens."""
+        """Return True if more prompts may start. `announced`: requests on their way here. `tokens`: their expected tokens."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -193,7 +189,6 @@ class Router:
     # ------------------------------------------------------------ engines come and go
 
     def add(self, client: EngineClient) -> None:
-        """Add an engine, or replace a lost one of the same name."""
         engine = EngineLoad(client)
         lost = [place for place, other in enumerate(self.engines) if other.dead is not None and other.client.name == client.name]
         if lost:
@@ -231,13 +226,11 @@ class Router:
             self.engines.remove(engine)
 
     def remove(self, name: str) -> None:
-        """Remove an engine at once; its requests continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
         engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
         self.engines.remove(engine)
 
     def engine_lost(self, name: str, cause: str) -> None:
-        """Remove a lost engine, even an idle one, which would otherwise be the first choice."""
         for engine in self.engines:
             if engine.client.name == name:
                 self._take_out(engine, cause)
@@ -253,7 +246,6 @@ class Router:
     # ------------------------------------------------------------ placing
 
     async def _place(self, flight: Flight) -> None:
-        """Wait for room, choose the engine, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
             # Other tasks ran since `_give`: if the engine has left or requests are held meanwhile, give the place back.
@@ -330,7 +322,6 @@ class Router:
         return serving[stable_hash(flight.first.request_id) % len(serving)], shared + own
 
     async def _answer(self, flight: Flight) -> Turn:
-        """Send the request and wait for its answer. After a timeout, raise RequestFailed with the response so far."""
         flight.depart()
         request_id, turn = flight.request.request_id, None
         self._at_engines[request_id] = flight.engine
@@ -354,8 +345,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. Answers are used once all have arrived. If an engine is lost before, all its
-    requests start again, so that its replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, so that its replacement
+    gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -398,8 +389,8 @@ class Wave:
 
 
 class WaveGate:
-    """Barrier of deterministic runs: once every unfinished sample waits and all engines serve, all requests start in one event-loop
-    turn. So each engine gets the same batch in every run, independent of timing."""
+    """Barrier of deterministic runs: all requests start together once every unfinished sample waits. So each engine gets the same batch
+    in every run."""
 
     def __init__(self, all_serve: Callable[[], bool]) -> None:
         self._all_serve = all_serve

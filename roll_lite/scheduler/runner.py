@@ -1,7 +1,4 @@
-"""Generation and scoring of a sample, with retries.
-
-An episode generates the sample: one prompt and one response by default, or several turns with an environment.
-"""
+"""Generation and scoring of a sample, with retries. An episode generates it: one response by default, or several turns."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class _Row:
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
-        """Number of the last response."""
         self.free = False
         """True if the last response has no successor: the next request that continues it extends this row."""
 
@@ -66,8 +62,7 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually one.
 
-    A response extends the row of the response that it continues. If that row already continues otherwise, a new row begins, with the tokens
-    so far as prompt. So each response trains in exactly one row.
+    Each response extends the row of its predecessor, or starts a new row if that row already continues. So it trains in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -87,7 +82,7 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens, with at most `most` tokens. Raise RequestFailed.
+        """Let the policy respond to tokens. Raise RequestFailed.
 
         `number`: number of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt.
         """
@@ -108,7 +103,6 @@ class Conversation:
         return turn
 
     def _row(self, after: int | None) -> _Row:
-        """Return the row for a response to response `after`."""
         if after is None:
             row = _Row()
         else:
@@ -121,7 +115,6 @@ class Conversation:
         return row
 
     def _room(self, row: _Row, new: int) -> int:
-        """Return the tokens left for a response; max_tokens limits responses and environment together."""
         room = self.sampling.max_tokens - (row.length - row.segments[0].length + new if row.segments else 0)
         if room < 1:
             raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
@@ -162,7 +155,7 @@ class EpisodeFailed(Exception):
     """Failure of an environment."""
 
     def __init__(self, cause: str, counts: bool = True) -> None:
-        """Count the attempt as failed unless `counts` is False: another episode may have killed the worker."""
+        """Count the attempt as failed unless `counts` is False."""
         super().__init__(cause)
         self.cause = cause
         self.counts = counts
@@ -180,7 +173,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function from a sample's attempt to its seed. Group numbers do not count: a restarted prompt gets the same samples."""
+    """Return a function from a sample's attempt to its seed; a restarted prompt gets the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -219,11 +212,9 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """Use `queue` as the samples' queue in the router (default: the domain). `generated()` is called when a sample waits for its
-        score."""
+        """Notify `generated()` when a sample waits for its score. `queue`: queue in the router; None: the domain's."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
-        """Functions that return a running sample's checkpoint state, by group and index."""
         self._domain = domain
         self._router = router
         self._rewards = rewards
@@ -235,7 +226,6 @@ class SampleRunner:
         self._generated = generated
 
     def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None = None) -> asyncio.Task[Sample]:
-        """Start generating a sample, or continue it from `saved`."""
         task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, saved), name=self._domain)
         task.add_done_callback(lambda _: self._reached.pop((sample_id.group, sample_id.index), None))
         gate = self._router.gate

@@ -41,8 +41,8 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """Seed requests from `seed` (None: engines choose). `batches`: length of the run; None: unlimited. `keep_left_out`: return lost
-        and filtered groups with the next batch."""
+        """Take a base `seed` for requests, and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the
+        next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
@@ -90,7 +90,6 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit_soon(self) -> None:
-        """Admit prompts in the next turn of the event loop, once per turn."""
         if not self._admits_soon and not self._loop.is_closed():
             self._admits_soon = True
             self._loop.call_soon(self._admit)
@@ -103,7 +102,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, at least an equal share as one more domain."""
+        """Return how many held-out samples may run: the capacity that training leaves, at least an equal share."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -126,8 +125,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups (equal in all calls), divided exactly by the domains' shares; smaller if filters run out
-        of tries or domains of prompts."""
+        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filters or domains run out of prompts."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -166,7 +164,6 @@ class RolloutService:
         return [*lines, {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares, **self._watermark()}]
 
     def _watermark(self) -> dict[str, Any]:
-        """Return ledger fields: groups started so far, and numbers of those not ended."""
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
@@ -186,7 +183,6 @@ class RolloutService:
             domain.epoch = scheduler.epoch
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
-        """Wait for the current batch's groups; return them sorted by number."""
         self._making, self._taken = quota, {}
         while True:
             if self._error is not None:
@@ -207,7 +203,6 @@ class RolloutService:
         return [group for groups in (self._taken | certain).values() for group in groups]
 
     async def _go_on(self) -> None:
-        """Prepare the next batch: drop stale groups, interrupt engines that offload between batches, admit prompts."""
         for scheduler in self._schedulers.values():
             scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
         if self._pacing.engines_rest:
@@ -217,11 +212,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends.
-
-        DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops the timeout clock: the first bucket of weights pauses the
-        engines.
-        """
+        """Prepare for a weight update, which `set_version` ends: wait for running responses, interrupt them, or only stop the timeout
+        clock."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -249,8 +241,7 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Generate and score all validation prompts, during batches and weight updates. Failed samples are reported, not replaced.
-        `sampling`: by domain."""
+        """Generate and score all validation prompts, beside training batches. Failures are reported, not replaced."""
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
@@ -287,8 +278,7 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return present tokens and scores of the samples that were unfinished in `state`, by group and index. Deterministic runs keep
-        only complete groups."""
+        """Return present tokens and scores of samples that were unfinished in `state`, by group and index."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():
@@ -301,7 +291,7 @@ class RolloutService:
         return found
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
-        """Restore a state; domains that it lacks start from their beginning. `saved`: samples that continue."""
+        """Restore a state. `saved`: samples that continue."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})

@@ -23,7 +23,6 @@ class DomainStats:
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
     """Filtered groups by cause: LOW, HIGH, FUNCTION (filters.py)."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
-    """Stale groups by cause: UNFINISHED, SURPLUS."""
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
     """Groups without a surviving sample or greedy baseline, each replaced by another prompt."""
@@ -53,7 +52,6 @@ class DomainStats:
     episodes: int = 0
     """Accepted samples that an environment played."""
     of_episodes: dict[str, float] = field(default_factory=dict)
-    """Sum of each metric of these episodes."""
 
     @property
     def requests(self) -> int:
@@ -90,8 +88,6 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Sums of statistics over the run, and each domain's share of every sum."""
-
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
         ("generated_tokens", "response_tokens", "generated_share"),
@@ -106,7 +102,6 @@ class RunTotals:
         self._sums = {total: dict.fromkeys(names, 0) for total, _, _ in self.TOTALS}
 
     def add(self, stats: RolloutStats) -> None:
-        """Add a batch's statistics, and fill in the domains' shares."""
         for total, number, share in self.TOTALS:
             sums = self._sums[total]
             for name, domain in stats.domains.items():
@@ -118,14 +113,11 @@ class RunTotals:
         return {total: dict(sums) for total, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore totals; domains that the state lacks start at zero."""
         for total, sums in self._sums.items():
             sums.update({name: count for name, count in state[total].items() if name in sums})
 
 
 class Progress(NamedTuple):
-    """Sample counts of one domain in the current batch."""
-
     generated: int
     scored: int
     wanted: int
@@ -156,7 +148,6 @@ class Recorder:
         return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
-        """Return each domain's progress. `wanted`: (groups, samples per group) by domain."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]
@@ -190,13 +181,13 @@ class Recorder:
 
 
 def commonest(causes: Counter[str]) -> str:
-    """Return the most common cause and its count, on one line of limited length."""
+    """Return the most common cause and its count, on one line."""
     cause, count = causes.most_common(1)[0]
     return f"{count} of them: {' '.join(cause.split())[:200]}"
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Return the cause of a group's loss; None if not lost. A failed greedy baseline loses the group: a score of 0 must not replace it."""
+    """Return the cause of a group's loss (all samples, or its greedy baseline, failed); None if not lost."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

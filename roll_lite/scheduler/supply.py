@@ -13,11 +13,11 @@ class OnSync(StrEnum):
     """Treatment of running responses at a weight update."""
 
     DRAIN = "drain"
-    """Responses end first; no new request is sent meanwhile."""
+    """Responses end first."""
     PAUSE = "pause"
-    """Engines pause, then continue running responses with the new weights and a new KV cache."""
+    """Engines pause, then continue running responses with the new weights."""
     ABORT = "abort"
-    """Responses are interrupted and continue from their tokens on any engine, with a new KV cache."""
+    """Responses are interrupted and continue from their tokens on any engine."""
 
 
 class Supply(Protocol):
@@ -60,11 +60,7 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts prompts one by one as others end.
-
-    At most max_staleness + 1 batches are started and untrained, so no group becomes too old: a slow group delays its batch and further
-    prompts.
-    """
+    """Starts prompts as others end. At most max_staleness + 1 batches are started and untrained, so no group becomes too old."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
@@ -85,7 +81,7 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Prompts started for a batch, as a multiple of its size. Synchronous supply only: others would drop the surplus as too old."""
+    """Prompts started for a batch, as a multiple of its size (synchronous supply only)."""
     engines_rest: bool = False
     """True if engines are offloaded between batches, after all responses are interrupted."""
 
@@ -106,5 +102,5 @@ LEAST_SHARE = 4
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Return the minimum finished groups for a log-prob pass on an incomplete batch (rollout.stream_log_probs)."""
+    """Return the minimum finished groups for a log-prob pass on an incomplete batch."""
     return -(-prompts_per_step // LEAST_SHARE)

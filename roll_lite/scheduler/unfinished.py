@@ -45,7 +45,6 @@ class SavedSample:
 
     @property
     def response(self) -> Turn | None:
-        """First response, if interrupted; otherwise None."""
         if self.outcome is not None or self.transcript.finish_reason is not FinishReason.ABORT:
             return None
         last, text, tokens = self.transcript.segments[-1], self.transcript.text, self.transcript.tokens

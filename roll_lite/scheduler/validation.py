@@ -28,8 +28,7 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """Call `ended()` when a group ends. `samples`: number per prompt. `first_group`: number of the first group; validations share
-        none, so that a late answer cannot match a new request's id."""
+        """Call `ended()` when a group ends. `samples`: number per prompt. `first_group`: first group number, unique over validations."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples

@@ -75,14 +75,13 @@ class ActorWorker(ModelWorker):
 
     @staticmethod
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
-        """Return the columns read in training, including those only for metrics."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         replayed = REPLAYED_COLUMN[algorithm.routing_replay]
         needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (one per data parallel rank)."""
+        """Compute advantages and the critic's targets. Collective over head ranks (one per data parallel rank)."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -99,7 +98,6 @@ class ActorWorker(ModelWorker):
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> list[str]:
-        """Save the LoRA adapters; return the names of files that this rank wrote."""
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
@@ -167,7 +165,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """Return True if an update's mean KL per token exceeds the limit or is NaN. Sums are equal on all ranks, so all ranks stop together."""
+    """Return True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))

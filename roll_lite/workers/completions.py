@@ -18,7 +18,7 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of a part: token blocks store no log-prob for a row's first token. `joined_block` drops it."""
+"""Dummy first token of a part: token blocks store no log-prob for a row's first token."""
 
 
 TURN_LINGER_S = 0.005
@@ -36,8 +36,6 @@ class _Ready(NamedTuple):
 
 
 class CompletionPump:
-    """Passes requests to an engine, and keeps completions until they are fetched."""
-
     def __init__(
         self,
         strategy: InferenceStrategy,
@@ -46,7 +44,7 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """Take `fetch` to read the token block of a reference, `linger_s` as in `collect`, and names from EXTRA_COLUMNS as `columns`."""
+        """Take `fetch` to read the token block of a reference. `linger_s`: see `collect`."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -56,11 +54,8 @@ class CompletionPump:
         self._tokens_waiting = 0
         self._left_over = False
         self._before: dict[str, list[TokenRecord]] = {}
-        """Earlier turns and prompt of each outstanding request."""
         self._wanted: set[str] = set()
-        """Outstanding requests whose response ids are returned."""
         self._entering: set[str] = set()
-        """Requests whose earlier turns are being fetched."""
         self._generated: dict[str, int] = {}
         """Response tokens so far of requests with progress since the last `collect`."""
         self._changed = asyncio.Event()
@@ -134,7 +129,6 @@ class CompletionPump:
         self._changed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort requests (None: all); running requests end with the tokens generated so far."""
         for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
             self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
         await self._strategy.abort(request_ids)
@@ -148,10 +142,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and token blocks. Wait for the first completion, then `linger_s` for more.
-
-        Completions beyond `most_blocks` blocks stay for the next call.
-        """
+        """Return completions and progress since the last call, and token blocks. Wait for the first completion, then `linger_s` for
+        more."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

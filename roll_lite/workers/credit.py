@@ -1,7 +1,4 @@
-"""Advantages of one rank's rows: reward and KL become token rewards, and these become advantages.
-
-Group baselines and whitening need the global batch, so all ranks exchange numbers, even ranks without rows.
-"""
+"""Advantages of one rank's rows. Group baselines need the global batch, so all ranks exchange numbers, even ranks without rows."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ class Credit:
 
     advantages: torch.Tensor
     returns: torch.Tensor | None
-    """Critic's targets; None without a critic."""
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
@@ -43,12 +39,11 @@ class Credit:
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """Return True if a forward pass before the updates measures entropy and mismatch with the engine; otherwise the first update does."""
+    """Return True if a forward pass before the updates measures entropy and mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
 def credit_columns(algorithm: AlgorithmConfig) -> Columns:
-    """Return columns that credit assignment and its metrics read and write."""
     reads = ["response_mask", "reward", "group", "train_weight", "truncated", "domain_number"]
     if compared_before_training(algorithm):
         reads += ["rollout_log_probs", "old_log_probs", "old_entropy"]
@@ -68,7 +63,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute Credit from the columns of credit_columns. Collective over head ranks (one per data-parallel rank)."""
+    """Compute Credit from the columns of credit_columns. Collective over head ranks (one per data parallel rank)."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -78,8 +73,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function for (mean, 1 / standard deviation) over the global batch's training tokens. Rows with non-finite values are left
-    out: they would spoil all advantages."""
+    """Return a function for (mean, 1 / standard deviation) over the global batch's training tokens, without rows of non-finite values."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -151,10 +145,8 @@ class _Task:
             self.at_end = self.score - paid.sum(1, dtype=torch.float64)
             self.early_rewards = paid if self.early_rewards is None else self.early_rewards + paid
         self.penalty = torch.zeros_like(self.score) if kl is None else kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B] KL penalty of each row."""
         self.branch = rows.columns.get("branch", torch.zeros_like(self.score, dtype=torch.int64))
         self.whitening = whitening
-        """Function for whitening statistics; None: no whitening."""
         self.groups = rows.columns["group"].long()
         self._data_rank, self._gather = data_rank, gather
 
@@ -163,7 +155,6 @@ class _Task:
         return formulas.policy_token_counts(self.mask)
 
     def everyone(self) -> SampleTable:
-        """Return a table of all ranks' samples, since a group's rows may be on several ranks."""
         trains = self.columns["train_weight"] > 0
         own = [self.score, self.penalty, self.groups.double(), self.policy_tokens.double(), trains.double()]
         if branched := "branch" in self.columns:
@@ -178,7 +169,6 @@ class _Task:
         return SampleTable(score - penalty, score, groups.long(), policy_tokens.long(), trains.bool(), local)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-gather a table; return all ranks' rows, and the indices of this rank's."""
         parts = self._gather(own)
         before = sum(len(part) for part in parts[: self._data_rank])
         return torch.cat(parts), torch.arange(before, before + len(own))
@@ -202,7 +192,6 @@ class _Task:
         return Turns(whole, starts, ends, torch.tensor(states, dtype=torch.float64), torch.tensor(rewards, dtype=torch.float64))
 
     def before_kl(self, everyone: SampleTable) -> torch.Tensor | None:
-        """Return all samples' rewards without KL; None if no KL is subtracted."""
         return everyone.scores if self.subtracts_kl else None
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:

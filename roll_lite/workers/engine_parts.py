@@ -59,8 +59,6 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """Starts, watches and ends an engine's parts on further nodes. `options`: Ray options of each part."""
-
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
         address = own_address()
         self._meeting = reserve_port(address)
@@ -120,7 +118,6 @@ class EngineParts:
         raise AssertionError("until_death returned")
 
     async def shutdown(self) -> None:
-        """Let the parts clean up, then kill them."""
         asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
         try:
             if asked:

@@ -33,8 +33,6 @@ GRACE_SECONDS = 5.0
 
 
 class EnvironmentWorker:
-    """Asynchronous actor that plays the episodes of one domain."""
-
     _player: Player
 
     def __init__(self, model: Path, domain: DomainConfig, name: str) -> None:
@@ -43,8 +41,7 @@ class EnvironmentWorker:
         self._name = name
 
     async def prepare(self) -> tuple[list[int], str | None]:
-        """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user. Raise ValueError
-        for a configuration mistake."""
+        """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user."""
         tokenizer = load_tokenizer(self._model)
         host = ray.util.get_node_ip_address()
         self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, f"domains.{self._name}", host)
@@ -71,11 +68,9 @@ class _Lost(NamedTuple):
 @dataclass(eq=False)
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
-    """Events of the episode, and errors of its requests."""
     since: float | None
     """Time since which the environment works; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Requests in flight."""
 
 
 class PooledEnvironment(ActorMember):
@@ -123,7 +118,6 @@ class EnvironmentPool:
         self._places = asyncio.Semaphore(self._settings.workers * self._settings.parallel) if limited else nullcontext()
 
     async def start(self) -> None:
-        """Start all workers. Raise ValueError for a configuration mistake."""
         try:
             await self._fleet.start()
         except SlowStart as slow:
@@ -142,7 +136,6 @@ class EnvironmentPool:
     # ------------------------------------------------------------ episodes
 
     async def play(self, prompt: Prompt, conversation: Conversation) -> None:
-        """Play an episode; implements `scheduler.runner.Episode`."""
         async with self._places:
             try:
                 await self._fleet.in_service()

@@ -56,7 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """Take in `parts`, for each replica, Ray options of the actors on its further nodes."""
+        """Take in `parts` the Ray options of each replica's actors on further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -67,7 +67,6 @@ class InferWorker(AsyncWorker):
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
         self._version = 0
-        """Weight version last announced."""
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
         """Start the engine in this replica's turn (rank % turns == turn)."""
@@ -87,7 +86,6 @@ class InferWorker(AsyncWorker):
         await self._ready.wait()
 
     async def _watch(self) -> None:
-        """Watch the engine, whose processes may die while this one lives."""
         cause = await self._strategy.life.until_dead()
         if self._parts is not None and self._watching_parts is not None:
             # Workers on different nodes fail together; either may be noticed first.
@@ -110,8 +108,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return completions since the last call, then `most_blocks` token blocks, padded with None. Ray makes the caller the objects'
-        owner, so they outlive this process."""
+        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns the objects, so
+        they outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -171,7 +169,6 @@ class InferWorker(AsyncWorker):
         return Transferred(seconds=seconds or {})
 
     async def give_up(self, cause: str) -> None:
-        """Declare the engine dead, because it hangs or has failed."""
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
@@ -231,7 +228,6 @@ class RemoteEngine(BatchedEngine):
         self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
         self._place: Place | None = None
         self._blocks = 1
-        """Token blocks to request next."""
 
     async def start(self) -> None:
         await self._worker.until_ready.remote()
@@ -243,8 +239,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait until a heartbeat stays unanswered; return the cause of loss. A living worker answers even during long prefills and
-        weight updates."""
+        """Wait for an unanswered heartbeat; return the cause of loss. A living worker answers even during long prefills."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 

@@ -32,7 +32,6 @@ SILENCE_SECONDS = 120.0
 class JudgeAddress:
     urls: tuple[str, ...]
     model: str
-    """Model name in requests."""
 
     @staticmethod
     def of(servers: Sequence[JudgeAddress]) -> JudgeAddress:
@@ -40,7 +39,6 @@ class JudgeAddress:
 
 
 def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> RewardConfig:
-    """Fill in the addresses of the judges that a reward and its terms name."""
 
     def known(type_: str, args: dict[str, object]) -> dict[str, object]:
         if type_ != JUDGE or args.get("server") not in judges:

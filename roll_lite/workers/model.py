@@ -45,7 +45,6 @@ class ModelRole:
     seed: int
     deterministic: bool
     snapshots: Path = Path("out_of_memory")
-    """Folder for memory snapshots of ranks that run out of memory."""
     memory_history: bool = False
 
     @property
@@ -90,7 +89,7 @@ class Update:
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Return columns that optimizer steps read from a batch. `if_there`: optional columns. Each mini-batch brings loss_weight."""
+    """Return columns that optimizer steps read. `if_there`: optional columns."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
@@ -152,7 +151,6 @@ class ModelWorker(Worker):
         return self._checkpoint.finish()
 
     def upload_checkpoint(self, folder: Path, target: Path, names: Sequence[str]) -> str | None:
-        """Upload this rank's share of its node's files. Return the failure, or None."""
         try:
             with reaching(target):
                 for name in self._share_of_node([name for name in names if (folder / name).is_file()]):
@@ -162,7 +160,6 @@ class ModelWorker(Worker):
         return None
 
     def download_checkpoint(self, source: Path, folder: Path, wanted: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """Download missing files of this rank's share. Return the share's sizes and checksums."""
         found = {}
         for name in self._share_of_node(list(wanted)):
             file = folder / name
@@ -173,7 +170,6 @@ class ModelWorker(Worker):
         return found
 
     def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
-        """Remove all checkpoints except `names` from the folder on this node."""
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
@@ -256,7 +252,6 @@ class ModelWorker(Worker):
                 yield Update(mini_batch.epoch, result, row_losses=explained)
 
     def _count(self, work: PhaseWork, rows: DataProto, passes: int = 1) -> None:
-        """Count tokens and model FLOPs of a pass. A backward pass costs two forward passes."""
         layout = self.strategy.layout
         part = layout.data_size / layout.world_size
         has_logits = "response_mask" in rows and not isinstance(self.spec.config, CriticRoleConfig)
@@ -290,7 +285,6 @@ class ModelWorker(Worker):
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """All-gather rows of the head ranks, in data-rank order."""
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]

@@ -1,7 +1,7 @@
-"""Losses of actor and critic, called by a strategy's train step.
+"""Losses of actor and critic.
 
-Each returns a micro-batch's share of the loss, sum(loss_weight * token loss), and metric sums (float64 scalars, same names in every call)
-that add up over micro-batches and ranks. `<name>#<number>` is a domain's sum. Masked entries are first replaced by 0, even NaN.
+Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over micro-batches and ranks;
+`<name>#<number>` is a domain's sum. Masked entries, even NaN, count as 0.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ class ActorLoss:
     domains: int = 1
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
-    """Optional inputs (GIVEN_TO_LOSSES) of a user's loss."""
     mismatch: RowSums = field(init=False)
     """Log-prob differences between engine and trainer, by sample."""
     peaks: Peaks = field(init=False)
     """Peaks: mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
-    """Histogram of the tokens' log-ratios between new and old policy."""
 
     def __post_init__(self) -> None:
         self.given = given_to(self.policy_loss)
@@ -165,7 +163,6 @@ class ActorLoss:
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """Return KL to the reference as loss term [B, T-1] (or None), and metrics."""
         masked = ~micro_batch.mask
         if self.kl_coef > 0 and self.kl_estimator == "full":
             assert outputs.distribution is not None
@@ -229,7 +226,6 @@ class CriticLoss:
 
 
 def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return metrics of policy movement, by token. `current`, `old` and results: [B, T-1], 0 where masked."""
     ratio = policy.ratio.double().masked_fill(~mask, 0.0)
     return {
         "actor/tokens": mask,
@@ -258,7 +254,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Return optional inputs (GIVEN_TO_LOSSES) that the user's function has as parameters, except those set in the configuration."""
+    """Return optional inputs (GIVEN_TO_LOSSES) that the user's function takes."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -271,8 +267,7 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """Return the configured loss of each token; rows without policy tokens have loss 0 and no gradient. `given`: further arguments of
-    the user's function."""
+    """Return each token's loss; 0 for rows without policy tokens. `given`: further arguments of the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)

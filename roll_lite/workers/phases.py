@@ -37,7 +37,6 @@ SHARED = "set offload: true for roles that share the GPU, lower actor_infer.stra
 @dataclass
 class PhaseWork:
     device: str | None
-    """Name of the rank's GPU; None on a CPU."""
     seconds: float = 0.0
     tokens: float = 0.0
     """Tokens, prompts included. Ranks of one data parallel replica each count an equal part; the same holds for `flops`."""
@@ -52,7 +51,6 @@ class PhaseWork:
 
 
 RankWork = dict[str, PhaseWork]
-"""Work of a rank, by phase."""
 
 
 class RankPhases:
@@ -85,7 +83,6 @@ class RankPhases:
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Explain an OutOfMemoryError of the block: memory usage, and settings to change."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -102,7 +99,6 @@ class RankPhases:
         )
 
     def _snapshot(self) -> str:
-        """Write a snapshot of torch's memory. Return a sentence with its path or the failure."""
         file = self._snapshots / f"{self._name}.pickle"
         try:
             self._snapshots.mkdir(parents=True, exist_ok=True)
@@ -115,6 +111,5 @@ class RankPhases:
         )
 
     def take(self) -> RankWork:
-        """Return the work since the last call, by phase."""
         done, self._done = self._done, {}
         return done

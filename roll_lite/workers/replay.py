@@ -53,7 +53,6 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def recorded_stats(recorded: Mapping[str, Any]) -> RolloutStats:
-    """Return statistics recorded with the dump, without unknown fields."""
     domains = {name: _known(DomainStats, counts) for name, counts in recorded["domains"].items()}
     return _known(RolloutStats, {**recorded, "domains": domains})
 

@@ -41,13 +41,11 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Return whether any is async, whether any takes lists of samples, and a note for the
-        user."""
+        """Load and warm up the reward functions. Return (any is async, any takes lists of samples, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
-        """Score items by number. Unfinished items are returned by a later call."""
         return self._scorer(items, SLICE_SECONDS)
 
     def place(self) -> Place:
@@ -62,7 +60,6 @@ class PooledWorker(ActorMember):
     def __init__(self, config: RewardConfig, path: str) -> None:
         super().__init__(f"reward {config.name}", RewardWorker, config, path)
         self.under_way: dict[int, RewardJob] = {}
-        """Samples in flight, by number in the worker's calls."""
 
     @property
     def is_busy(self) -> bool:
@@ -91,8 +88,7 @@ class EpisodeRewards:
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     """RewardClient over the reward workers of one domain.
 
-    A function that hangs or kills its process fails its own sample; the call's other samples are scored again. Hangs in Python are
-    interrupted inside the worker; after other hangs, `_call` times out and the worker is replaced.
+    A function that hangs or kills its process fails its own sample; the call's other samples are scored again.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -104,7 +100,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         super().__init__(f"{self._path}.workers", members, Policy(config.start_timeout_s, path=self._path))
 
     async def start(self) -> None:
-        """Start and warm up all workers. Raise ValueError for a configuration mistake."""
         try:
             await self._fleet.start()
         except SlowStart:
@@ -130,7 +125,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
             await self._call(member, dict(zip(numbers, batch, strict=False)))
 
     async def _call(self, member: PooledWorker, batch: dict[int, RewardJob]) -> None:
-        """Score a batch. Raise if the worker must be replaced: its process died, or its state is unknown."""
         member.under_way |= batch
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
@@ -171,7 +165,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         return max(1, min(MOST_SAMPLES, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
     def _hand_out(self, member: PooledWorker, scored: Scored, given: int) -> None:
-        """Hand out a call's results; samples without a result wait again. `given`: samples newly sent with the call."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):

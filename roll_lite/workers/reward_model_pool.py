@@ -62,14 +62,13 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that are replaced together (a Fleet member): all with Megatron, each alone with hf. Ray restarts dead
-    processes, and `start` loads their model."""
+    """Ranks of a reward model that are replaced together: all with Megatron, each alone with hf. Ray restarts their processes, `start`
+    loads the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
-        """Model copy whose failure ended the others, if known."""
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
@@ -82,8 +81,7 @@ class Ranks:
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """Group a model's ranks by what starts together: with Megatron all ranks, with hf each rank alone. `actors`: all ranks, in
-        order."""
+        """Group a model's ranks: with Megatron all together, with hf each alone."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -172,8 +170,7 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of one reward model; batches samples of all domains. A copy that loses a process fails its samples and restarts; without
-    any copy, waiting samples fail too."""
+    """Client of one reward model; batches samples of all domains. A copy that loses a process fails its samples and restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -215,7 +212,6 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size
 
     async def _serve(self, member: Ranks) -> None:
-        """Score batches on all model copies of `member` until one is lost."""
         await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
@@ -250,8 +246,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers the further terms. Raise ValueError for a configuration
-    mistake."""
+    """RewardClient of one domain: a reward model gives the score, reward workers the further terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config

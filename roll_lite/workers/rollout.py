@@ -68,13 +68,11 @@ class RolloutSpec:
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
     greedy_baseline: bool = False
-    """Add a greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     steps: int | None = None
     """Number of steps; nothing is generated beyond."""
     engines_rest: bool = False
     engines_restart: bool = False
-    """True if the driver replaces lost engines."""
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
@@ -97,9 +95,7 @@ class RolloutBatch:
     silences: list[float] = field(default_factory=list)
     """Seconds from last answer to loss, for each engine lost since the last batch."""
     ledger: bytes = b""
-    """Lines for ledger.jsonl."""
     state: dict[str, Any] = field(default_factory=dict)
-    """State of the rollout service after this batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -108,11 +104,10 @@ GC_THRESHOLDS = (100_000, 50, 100)
 
 @dataclass(frozen=True)
 class Trial:
-    """A reward, or a component of it (the base reward or a term), to be tried with a canned response before the engines start."""
+    """Reward, or one component (base reward or term), to test with a canned response."""
 
     domain: str
     place: str
-    """YAML path of the reward or component."""
     retries: int
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient | EpisodeRewards
@@ -155,13 +150,11 @@ class RolloutWorker(AsyncWorker):
         self._data_notes: list[str] = []
         self._silences: list[float] = []
         self._left = set[str]()
-        """Engines that leave on purpose: their end is not a loss."""
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data, start and test the reward workers, before any engine starts. `reward_models`: RewardModelWorker actors by
-        model. `judges`: the run's own."""
+        """Read the data, start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
         models = self._spec.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
@@ -212,8 +205,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain and play an episode, so that a broken reward or environment ends the run
-        early."""
+        """Score a canned response to three prompts per domain and play an episode, so that a broken reward ends the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -225,8 +217,7 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return rewards to test before engines start. If a reward needs a model or judge of this run, only its other components are
-        tested, one by one."""
+        """Return rewards to test before engines start: only components that need no model or judge of this run."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -313,8 +304,7 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that will surely be in the batch, without those in `known`; empty if fewer than
-        `least`. Sample numbers differ from the complete batch's."""
+        """Return rows and tokens of finished groups that the batch will surely contain, without `known`; empty if fewer than `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -326,7 +316,6 @@ class RolloutWorker(AsyncWorker):
         return RemoteEngine(f"actor_infer[{number}]", engine, self._spec.deterministic, self._spec.engine_silence_s)
 
     async def lost_engines(self) -> dict[int, str]:
-        """Return causes of lost engines without a serving replacement, by number."""
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
@@ -347,7 +336,6 @@ class RolloutWorker(AsyncWorker):
         self._left.add(name)
 
     async def engine_given_up(self, number: int, cause: str) -> None:
-        """Give up a lost engine: no replacement will come."""
         self._engines.members[number].successors.put_nowait(MemberLost(cause))
         self._router.give_up(self._engines.members[number].name)
 
@@ -371,7 +359,6 @@ class RolloutWorker(AsyncWorker):
         return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
-        """Wait for earlier files (raising their errors), then start writing these files in a thread."""
 
         def write() -> None:
             for file in files:
@@ -383,7 +370,6 @@ class RolloutWorker(AsyncWorker):
             self._writing = asyncio.create_task(asyncio.to_thread(write))
 
     async def hold(self) -> None:
-        """Hold or interrupt requests for a weight update, until `set_version`."""
         await self._service.hold()
 
     async def set_version(self, version: int) -> None:
@@ -416,7 +402,6 @@ class RolloutWorker(AsyncWorker):
 
 
 def first_prompts(domain: Domain) -> list[Prompt]:
-    """Return up to three prompts for trials."""
     last = len(domain.prompts) - 1
     return [domain.prompts[number] for number in sorted({0, last // 2, last})]
 
@@ -426,7 +411,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep."""
+    """Return sampling parameters for engines, with `keep_mask` only if sampling is truncated."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

@@ -83,7 +83,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Block of references to the rows' tokens. `extra`: further columns."""
+    """Return a block of references to the rows' tokens. `extra`: further columns."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -96,14 +96,13 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Block with the column turn_rewards, numbered as by `rows_of`. `per_turn`: domains that reward turns -> weight of their rewards."""
+    """Return a block with turn_rewards, numbered as in `rows_of`. `per_turn`: reward weights of domains that reward turns."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
 
 
 def weighted_rewards(sample: Sample, per_turn: Mapping[str, float]) -> list[float]:
-    """Return the rewards of a sample's responses; zeros in domains that do not reward turns."""
     episode = sample.transcript.episode
     weight = per_turn.get(sample.id.domain, 0.0)
     turns = 1 + max((part.turn or 0 for row in sample.transcript.rows for part in row.segments), default=0)
@@ -131,10 +130,7 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 
 
 def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0) -> None:
-    """Write a line per sample, including failed samples and greedy baselines; the file appears complete or not at all.
-
-    `clock_offset`: wall clock minus event loop's clock, in seconds.
-    """
+    """Write a line per sample; the file appears complete or not at all. `clock_offset`: wall clock minus event loop's clock, in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset))
     unfinished = path.with_suffix(".partial")
@@ -213,8 +209,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, for a thread; `stats` are copied at once. `rows`: of samples that train. `extra`:
-        further token columns."""
+        """Return a function that writes a dump, for a thread; `stats` are copied at once."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

@@ -1,7 +1,4 @@
-"""Token blocks: generated tokens as columns, written by the engine's worker.
-
-A row is a sample so far: prompt, responses and environment messages. A later block repeats a sample's earlier turns.
-"""
+"""Token blocks: generated tokens as columns, a row per sample so far (prompt, responses, environment messages)."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ send."""
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns (EngineSpec.columns) with a vector per token: ids that survived top-k, top-p or min-p, and MoE experts. Padding is
--1; all -1: not truncated, or unknown."""
+"""Optional columns with a vector per token, padded with -1: ids that survived top-k, top-p or min-p, and MoE experts."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +105,11 @@ def joined_record(request: GenerationRequest, parts: Sequence[TokenRow], read: C
 
 
 def context_record(request: GenerationRequest, earlier: TokenRecord) -> TokenRecord:
-    """Return a request's context tokens, masked if another row trains them."""
     return earlier.masked() if request.masks_context else earlier
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Return a block with a row per record. `extra`: further columns, written even without data: all blocks of a batch have the same
-    columns."""
+    """Return a block with a row per record. `extra`: further columns, written even without data."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])
@@ -135,7 +129,6 @@ def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> 
 
 
 def _padded(kept_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """Convert lists of token ids to an array [tokens, K] int32, padded with -1."""
     counts = np.fromiter(map(len, kept_ids), dtype=np.int64, count=len(kept_ids))
     ids = np.full((len(kept_ids), max(1, int(counts.max(initial=0)))), -1, dtype=np.int32)
     ids[np.arange(ids.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(kept_ids), dtype=np.int32)

@@ -22,7 +22,7 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of samples by group and index, with their tokens. Samples without tokens or with lost tokens are left out."""
+    """Return a Parquet file of samples with tokens, by group and index; samples with lost tokens are left out."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -45,7 +45,6 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
-    """Return references to the sample's tokens."""
     rows = [row.tokens for row in one.sample.transcript.rows]
     if one.parts and one.request is not None:
         rows = [one.request.context, *one.parts]
@@ -59,7 +58,6 @@ def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[T
 
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
-    """Copy a sample, with `tokens` as its rows' token references."""
     first, *others = tokens
     branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
     return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))
