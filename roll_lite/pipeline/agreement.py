@@ -40,9 +40,9 @@ FACTOR, STALE_FACTOR = 5.0, 10.0
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
-"""Number of earlier steps in the median that is the usual difference: minimum, minimum for samples of older weights, maximum."""
+"""Number of earlier steps that define the usual difference: minimum, minimum for samples of older weights, maximum."""
 Age = tuple[int, int]
-"""Updates since the weights of a sample's oldest token, and since those of its newest."""
+"""Age of a sample: updates since the weights of its oldest token, and since those of its newest."""
 CURRENT = (0, 0)
 
 

@@ -53,7 +53,7 @@ class BatchFiles:
         if not self.are_written:
             return
         start = self._folder / "start"
-        if start.exists():  # the run goes on in its folder
+        if start.exists():  # the run continues in its folder
             return
         start.mkdir()
         resumed = self._config.checkpoint.source

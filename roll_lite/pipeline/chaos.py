@@ -113,7 +113,7 @@ def nodes_never_cut() -> set[str]:
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
     """Kill, stop or slow the process at `place` or a descendant, or cut off its node. `draw` in [0, 1) selects the process."""
-    if action == "cut":  # own session: Ray may end this process during a long cut
+    if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return
     with suppress(psutil.Error):  # the process has ended

@@ -89,7 +89,7 @@ class Checkpoints:
         flight."""
         self.finish()
         if self._newest is not None and self.newest_step == pipeline["steps_done"]:
-            return self._newest  # saved before a rank was lost and the steps since were repeated
+            return self._newest  # saved before a rank was lost and later steps were repeated
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole if self._in_store else whole.with_suffix(".partial")
         if self._in_store:

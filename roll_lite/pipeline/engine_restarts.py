@@ -145,7 +145,8 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Turn started replacements into newcomers. With `offload: true`, offload their memory `parts`."""
+        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload their memory
+        `parts`."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -176,7 +177,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers serve. `version`: version of their weights; None in a run that does not train."""
+        """Let new engines serve. `version`: version of their weights; None in a run that does not train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -232,7 +233,7 @@ class EngineRestarts:
         self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Let engines on draining nodes pass on their requests; then end them, and start them where devices are free."""
+        """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
         nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:

@@ -398,7 +398,6 @@ class Journal:
                     self._speed(role.removesuffix("_train"), None, done)
 
     def _speed(self, family: str, label: str | None, done: Sequence[PhaseWork]) -> None:
-        """Record tokens and FLOPs per second and device, by the slowest rank's time."""
         device_seconds = len(done) * max(one.seconds for one in done)
         teraflops = sum(one.flops for one in done) / 1e12
         totals = {"tokens_per_second": sum(one.tokens for one in done), "tflops": teraflops}
@@ -480,10 +479,10 @@ class Journal:
         self._picture.close()
         self._draw()
         try:
-            from roll_lite.observability.view.report import write_report  # the run is complete without the report
+            from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
 
             write_report(self.folder)
-        except Exception as error:  # the run itself is complete
+        except Exception as error:  # the run is complete without the report
             self.console.message(f"report.html cannot be written: {type(error).__name__}: {error}")
         self.console.finish(accuracy, held_out, self.health.findings.values())
         for (place, _), (times, first) in self._told.items():
@@ -500,7 +499,6 @@ class Journal:
         self._picture.changed()
 
     def _summarize(self, exit_state: str) -> tuple[Accuracy, BeforeAfter]:
-        """Write summary.json. Return held-out accuracy by domain, and validation metrics over all domains."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
         first = validated[0] if validated else {}

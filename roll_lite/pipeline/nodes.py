@@ -35,7 +35,7 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that must be equal on all nodes of some roles."""
+    """Folder whose files must be equal on all nodes of `roles`."""
 
     setting: str
     folder: Path
@@ -114,7 +114,7 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Return kinds of files that only ranks can write into the run folder, with the setting that turns each off."""
+    """Return kinds of files that only ranks can write, with the setting that turns each off."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -159,7 +159,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Return why this node does not share the folder of `probe`; if it does, write an answering file and return None."""
+    """Return why this node does not share the folder of `probe`; None if it does, after writing an answering file."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -172,7 +172,6 @@ def why_apart(probe: Path, node: str) -> str | None:
 
 
 def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], driver: str) -> Iterator[str]:
-    """Yield a message per folder and node with files that differ from the driver's. `placed`: addresses of each role's nodes."""
     for reader, own in views[driver].files.items():
         for address in sorted({node for role in reader.roles for node in placed.get(role, ())} - {driver}):
             there = views[address].files[reader]
@@ -190,7 +189,6 @@ def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], drive
 
 
 def fingerprint(file: Path) -> str:
-    """Return a checksum of the content; for a large file, of its size and evenly spread samples."""
     size = file.stat().st_size
     with file.open("rb") as content:
         if size <= READ_WHOLE:

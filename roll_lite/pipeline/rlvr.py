@@ -392,7 +392,6 @@ class RLVRPipeline:
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Return columns that the model computes and that advantages or losses need."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 

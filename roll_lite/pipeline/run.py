@@ -62,7 +62,7 @@ def run(config: RunConfig) -> int:
             if checkpoint is not None and is_over(folder, config.steps):
                 sys.stderr.write(f"{folder}: all {config.steps} steps are done; to go on, raise steps\n")
                 return COMPLETED
-            # Written before `latest` points here: a later run reads in it what this one resumed from.
+            # Written before `latest` points here: a later run reads from it which checkpoint this run resumed.
             keep_config(folder, yaml.safe_dump(given.model_dump(mode="json"), sort_keys=False))
             point_latest(config.run_dir, config.run_dir / config.experiment / folder.name)
         except (OSError, ValueError) as error:
@@ -86,8 +86,8 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
-    # `handled` and `recorded` come twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own
-    # signal handlers.
+    # `handled` and `recorded` are entered twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs
+    # its own signal handlers.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal, notes)
         journal.connect()

@@ -113,7 +113,7 @@ class LiveRollouts(BatchSource):
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
-            self.restarts.living(tuple(EngineMemory))  # replacements that are ready get this version
+            self.restarts.living(tuple(EngineMemory))  # started replacements get this version
         # `WeightSync` loads the sender again, without effect, and offloads it before the KV cache is loaded.
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
@@ -162,7 +162,7 @@ class LiveRollouts(BatchSource):
                 result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
                 if failure.role == self.rollouts.name and failure.is_loss:
-                    self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices leave then
+                    self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
                 if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
                     raise lost or failure from None
                 lost = failure

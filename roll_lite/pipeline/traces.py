@@ -28,7 +28,6 @@ class Traces:
                 model.ranks.all(ModelWorker.trace, None)
 
     def write(self, step: int) -> None:
-        """Write the traces of an ended step; report their folder and missing files."""
         if step not in self.steps:
             return
         folder = (self.journal.folder / "profiles" / f"step_{step:06d}").resolve()

@@ -143,7 +143,6 @@ class WeightSync:
         return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
     def _connect(self, receivers: list[int]) -> TransferPlan | None:
-        """Connect trainers and engines anew; return None if an engine was lost."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._model.ranks.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:

@@ -88,7 +88,7 @@ class EngineChoice:
         """
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
-            # An engine that has the prefix cached wins, unless it is busier by more than what the prefill costs elsewhere.
+            # An engine that has the prefix cached wins, unless its extra load exceeds the cost of a prefill elsewhere.
             if self._has_room(holder) and (best is None or holder.left + own_tokens <= best.left + cost):
                 best, cost = holder, own_tokens
         return None if best is None else (best, cost)

@@ -19,9 +19,9 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Number of consecutive lost or filtered prompts after which the run fails; 3 times the prompts per batch if that is more."""
+"""Number of consecutive lost groups after which the run fails; 3 times the prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""Fraction of lost prompts, among LONGER times as many, at which the run also fails."""
+"""Second limit: fraction MOST_LOST of lost groups, over LONGER times as many groups as the first limit."""
 
 
 class DomainFailed(RuntimeError):
@@ -85,7 +85,7 @@ class _PutBack:
     row: tuple[int, int]
     """Epoch and row number of the prompt."""
     group: int | None = None
-    """Number of its group at the resumed checkpoint, if any."""
+    """Number of the prompt's group at the resumed checkpoint, if any."""
     admitted: int | None = None
     """Batches requested before group `group` was admitted; staleness of its saved samples counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class DomainScheduler:
             groups.append(live.group)
             self._enter(live, DELIVERED, None, live.group)
         self.counts.delivered += len(groups)
-        # Groups of later batches filled some of the empty places, and need replacements there.
+        # Groups of later batches took some of the empty places; their own places need replacements.
         self.owed += max(0, self._given_up - (count - len(groups)))
         self._given_up = 0
         return groups
@@ -309,7 +309,8 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups too old for the next batch, and requeue their prompts first. `clock`: batches requested."""
+        """End groups too old for the next batch, and put their prompts first in the queue. `clock`: batches requested, the next
+        included."""
         stale = [live for live in self._groups if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones

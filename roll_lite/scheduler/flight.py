@@ -16,7 +16,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Full-length responses that start a length estimate: short responses finish first and would bias it."""
+"""Number of full-length responses that start a length estimate, because short responses finish first."""
 RESPONSES_REMEMBERED = 512
 """Number of latest response lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
@@ -164,7 +164,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill after the shared ones: new messages, or the response before an interruption."""
+        """Tokens to prefill after the shared ones: new messages and the response before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -235,7 +235,7 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its timeout is up. The time counts from the start in the engine; before, only while the engine is idle."""
+        """Abort the request if its timeout is up. Time counts from the start in the engine; before that, only while the engine is idle."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

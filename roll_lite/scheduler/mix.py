@@ -41,8 +41,8 @@ class DomainMix:
     def _next(self) -> str:
         if len(self._weights) == 1:
             return next(iter(self._weights))
-        # Let d = 2 * (number of domains) - 2. A domain may take place t once share * t - count >= 1/d; of those, the one that would first
-        # fall behind by 1 - 1/d is served. Everything times d * total weight, to stay in integers.
+        # Let d = 2 * (number of domains) - 2. A domain is eligible for place t once share * t - count >= 1/d. The eligible domain that
+        # would first fall behind by 1 - 1/d is served. All terms are multiplied by d * total weight, to stay in integers.
         slack = 2 * len(self._weights) - 2
         best: str | None = None
         best_deadline = Fraction(0)
@@ -95,8 +95,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Return (domain, number over all batches) of the next group without a prompt; None if no number is below its domain's limit in
-        `most`."""
+        """Take the next group without a prompt: (domain, number over all batches). Return None if no number is below its domain's limit
+        in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None

@@ -44,7 +44,7 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """Take `fetch` to read the token block of a reference. `linger_s`: see `collect`."""
+        """Store the settings: `fetch` reads the token block of a reference, `linger_s` is used by `collect`."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -75,7 +75,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with the tokens of its earlier turns before its prompt. If they are lost, fail the request and return None."""
+        """Return the request with its earlier turns' tokens; None, after failing the request, if they are lost."""
         if request.context is None:
             return request
         try:
@@ -119,7 +119,7 @@ class CompletionPump:
 
     def _push(self, completion: Completion) -> None:
         before = self._before.pop(completion.request_id, None)
-        if before is not None:  # None: an abort has answered it
+        if before is not None:  # otherwise an abort has answered the request
             self._entering.discard(completion.request_id)
             self._make_ready(_Ready(completion, before))
 

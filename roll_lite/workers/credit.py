@@ -105,7 +105,7 @@ class Turns(NamedTuple):
     rows: torch.Tensor
     """Row of each response, [turns] int64."""
     starts: list[int]
-    """Index of each response's first token in the mask; `ends`: after its last."""
+    """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
     """[turns] float64: hash of the tokens that the response answers."""

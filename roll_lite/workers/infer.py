@@ -56,7 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """Take in `parts` the Ray options of each replica's actors on further nodes."""
+        """Ray options in `parts`: actors on further nodes, by replica."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -207,7 +207,7 @@ class EngineSeat:
         if isinstance(successor, MemberLost):
             self.successors.put_nowait(successor)  # for further attempts
             raise successor
-        self.engine = successor  # if it is dead already, `until_lost` says so, and another one comes
+        self.engine = successor  # if it is dead already, `until_lost` reports it and another replacement comes
 
     async def until_lost(self) -> str:
         return await self.engine.until_lost()

@@ -96,7 +96,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Model output for each batch column that the role can compute."""
+    """Model output by batch column that the role can compute."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -200,7 +200,6 @@ class ModelWorker(Worker):
         return {path.name: path.stat().st_size for path in self.strategy.save_hf(folder, average)}
 
     def part_of_file(self, files: Sequence[Path | None], offset: int, nbytes: int, nodes: Collection[str]) -> bytes | None:
-        """Return part of this rank's file; None without a file, or on other nodes."""
         file = files[self.rank]
         if file is None or Place.here().address not in nodes:
             return None
@@ -209,7 +208,6 @@ class ModelWorker(Worker):
             return opened.read(nbytes)
 
     def remove_files(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Remove this rank's files (`names[rank]`) if it is on one of `nodes`, and the folder if empty."""
         if Place.here().address in nodes:
             for name in names[self.rank]:
                 (folder / name).unlink()

@@ -195,7 +195,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. Column `values`: those from which the advantages were computed."""
+    """Clipped value loss. The column `values` holds the values that the advantages used."""
 
     clip: float | None = 0.2
     domains: int = 1
@@ -288,7 +288,7 @@ def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapp
             raise ValueError(f"{where}: {config.function}: {name} is {shape}, expected a tensor {tuple(terms.mask.shape)}")
     if terms.log_probs.requires_grad and torch.is_grad_enabled() and not result.loss.requires_grad:
         raise ValueError(f"{where}: {config.function}: the loss does not depend on terms.log_probs; without a gradient nothing is learned")
-    # If the model itself has gone wrong, the function is not to blame: the strategy leaves such a step out.
+    # If log-probs are not finite, the model is at fault, not the function: the strategy skips such a step.
     broken = ~torch.isfinite(result.loss) & torch.isfinite(terms.log_probs) & terms.mask
     if bool(broken.any()):
         row, token = broken.nonzero()[0].tolist()

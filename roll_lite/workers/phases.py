@@ -46,7 +46,6 @@ class PhaseWork:
 
     @property
     def peak_tflops(self) -> float | None:
-        """Peak TFLOP/s of the device in bfloat16; None if unknown."""
         return next((peak for name, peak in PEAK_TFLOPS.items() if name in (self.device or "")), None)
 
 

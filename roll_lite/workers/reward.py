@@ -151,7 +151,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     # ------------------------------------------------------------ samples
 
     def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
-        """Take more samples for a busy worker: its share of the waiting ones; none while it scores a sample that must run alone."""
         if any(job.alone for job in under_way.values()):
             return []
         return self._next(min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1))), joins=True)

@@ -70,7 +70,7 @@ class RolloutSpec:
     greedy_baseline: bool = False
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     steps: int | None = None
-    """Number of steps; nothing is generated beyond."""
+    """Number of steps, beyond which nothing is generated."""
     engines_rest: bool = False
     engines_restart: bool = False
     engine_silence_s: float | None = None
@@ -187,7 +187,7 @@ class RolloutWorker(AsyncWorker):
                 self._silences.append(seat.engine.silent_s)
             router.engine_lost(seat.name, cause)
 
-        # The fleet only watches: the driver restarts engines, and says when none is left.
+        # The fleet only watches: the driver restarts engines, and reports when none is left.
         policy = Policy(start_timeout_s=None, restarts=None if spec.engines_restart else 0, attempts=1)
         seats = [EngineSeat(client, number in absent) for number, client in enumerate(clients)]
         self._engines = Fleet("actor_infer", seats, policy, lost=lost, down=self.tell_end)

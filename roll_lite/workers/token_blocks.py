@@ -21,7 +21,8 @@ send."""
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with a vector per token, padded with -1: ids that survived top-k, top-p or min-p, and MoE experts."""
+"""Optional columns with a vector per token, padded with -1: ids that survived top-k, top-p or min-p, and MoE experts. All -1: not
+truncated, or unknown experts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,6 @@ class TokenRecord:
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def masked(self) -> TokenRecord:
-        """Return a copy whose tokens do not train."""
         extra = {name: column for name, column in self.extra.items() if name != KEPT_IDS}
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
