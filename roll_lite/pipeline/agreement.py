@@ -1,9 +1,5 @@
-"""Check in every step that engines and trainer compute the same log-probs for the same tokens.
-
-If they read a model differently (config.json, a tied head, an engine argument), or an engine misses part of an update, a run would train
-without error on another policy's samples. Differences are compared by engine and by the age of samples: samples of the trainer's current
-weights may differ only by rounding, older samples also by the updates since.
-"""
+"""Check in every step that engines and trainer compute the same log-probs for the same tokens: otherwise a run silently trains on
+another policy's samples."""
 
 from __future__ import annotations
 
@@ -34,40 +30,34 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
-"""Maximum mean difference of log-probs, in nats, under `rollout.max_mismatch: auto`. Key: the lower precision of engine and trainer."""
+"""Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean difference of log-probs, in nats, up to which nothing is reported, since kernels round differently. Key: the lower precision of
-engine and trainer."""
+"""Mean log-prob difference in nats that is ignored as rounding."""
 STALE_FLOOR = 0.05
-"""Mean difference of log-probs, in nats, up to which samples of older weights are never reported."""
+"""Mean log-prob difference in nats that is ignored for samples of older weights."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""A mean difference of log-probs between engine and trainer is reported if it exceeds the usual one by this factor. STALE_FACTOR: for
-samples of older weights, whose difference varies with the size of updates."""
+"""Multiple of the usual log-prob difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Minimum number of an engine's tokens for a comparison, since single tokens differ much in bfloat16. Key: the lower precision of engine
-and trainer."""
+"""Minimum tokens of an engine for a comparison: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
-"""Number of earlier steps in the median that defines the usual difference of log-probs: at least LEAST_STEPS or, for samples of older
-weights, LEAST_STALE_STEPS; at most REMEMBERED. One step suffices for current weights, since rounding is the same in every step."""
+"""Number of earlier steps that define the usual difference: minimum, minimum for samples of older weights, maximum."""
 Age = tuple[int, int]
-"""Number of updates since the weights of a sample's oldest token, and since those of its newest."""
+"""Age of a sample: updates since the weights of its oldest token, and since those of its newest."""
 CURRENT = (0, 0)
 
 
 class DifferentModels(RuntimeError):
-    """Engine and trainer give the same tokens different log-probs, or data-parallel replicas hold different weights."""
+    """Log-probs of engine and trainer, or weights of data parallel replicas, differ."""
 
 
 class EnginesDiffer(DifferentModels):
-    """Engine and trainer give the same tokens different log-probs. `version`: version of the trainer's weights."""
-
     def __init__(self, message: str, version: int) -> None:
         super().__init__(message)
         self.version = version
 
 
 def compare_replicas(model: Model[Any], step: int) -> None:
-    """Raise DifferentModels if data-parallel replicas hold different weights after this step."""
+    """Raise DifferentModels if weights of data parallel replicas differ."""
     if model.ranks.data_size == 1:
         return
     with model.loaded((StateGroup.WEIGHTS,)):
@@ -86,8 +76,7 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares log-probs of engines and trainer in every step in which both compute them. The trainer computes none in a critic's warm-up
-    with `old_log_probs: rollout`."""
+    """Compares each engine's log-probs with the trainer's, separately by age of the samples' weights."""
 
     def __init__(self, config: RunConfig) -> None:
         self._is_live = generates(config)
@@ -101,16 +90,14 @@ class Agreement:
         self._bound = BOUND[precision if self._is_live else "bfloat16"] if bound == "auto" else bound
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
-        """Version of the trainer's weights for which the user accepts any difference of log-probs; None: no version."""
         self._past: dict[str, list[float]] = {}
-        """Mean differences of log-probs in earlier steps, by age. The age is a text ("1 0"), as checkpoints need."""
+        """Mean log-prob differences of earlier steps, by age as text (checkpoints are JSON)."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if an engine's log-probs of its samples differ too much from the trainer's; warn once about samples that
-        cannot be compared. `version`: that of the trainer's weights. `found`: sums of the differences and numbers of tokens, by sample."""
+        """Raise EnginesDiffer if log-probs differ too much. `found`: sum of differences and number of tokens, by sample."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):
@@ -148,8 +135,6 @@ class Agreement:
         return places
 
     def _compare(self, version: int, age: Age, engines: Mapping[int, tuple[float, int]], bound: float) -> None:
-        """Compare each engine's mean difference with the bound, with earlier steps, and with the other engines; then remember the mean of
-        all engines."""
         is_current, past = age == CURRENT, self._past.setdefault(f"{age[0]} {age[1]}", [])
         floor, factor, least = self._floor, FACTOR, LEAST_STEPS
         if not is_current:

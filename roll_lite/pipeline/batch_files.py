@@ -1,5 +1,4 @@
-"""Files that examples/recompute.py reads (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates. The actor's
-ranks write adapters and, if they see the same run folder as the driver, rows of batches; the driver writes all other files."""
+"""Files for examples/recompute.py (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates."""
 
 from __future__ import annotations
 
@@ -30,16 +29,16 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Maximum tokens of a step that `batches.write: auto` writes: some megabytes on the disk."""
+"""Maximum tokens of a step that `batches.write: auto` writes: some megabytes on disk."""
 AUTO_STEPS = 500
-"""Steps that `batches.write: auto` writes, so that a long run does not fill the disk."""
+"""Number of steps that `batches.write: auto` writes, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Columns that are not written. They have thousands of numbers per token; a forward pass can compute them again."""
+"""Columns that are not written: thousands of numbers per token, which a forward pass can recompute."""
 
 
 class BatchFiles:
     def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
-        """`apart`: addresses of nodes that do not share the run's folder."""
+        """Nodes in `apart` (addresses) do not share the run folder."""
         self._config = config
         self._folder = run_folder
         self._apart = apart
@@ -50,11 +49,11 @@ class BatchFiles:
         return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
-        """Keep the start weights: copies of adapters and small models, paths of other models."""
+        """Save copies of adapters and small start models, and paths of large ones."""
         if not self.are_written:
             return
         start = self._folder / "start"
-        if start.exists():  # the run goes on in its folder
+        if start.exists():  # the run continues in its folder
             return
         start.mkdir()
         resumed = self._config.checkpoint.source
@@ -96,7 +95,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of a skipped update and its rows of algorithm.ptx (`supervised`), even if `batches.write` is never."""
+        """Write the samples of a skipped update, even with `batches.write: never`."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN
@@ -142,7 +141,6 @@ def _files_of(model: Path) -> dict[str, FileRecord]:
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """Table with a row per sample and optimizer step; steps count from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {
@@ -160,7 +158,7 @@ def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
 
 
 def most_tokens(config: RunConfig) -> int:
-    """Upper bound of a step's tokens."""
+    """Return an upper bound of a step's tokens."""
     return (
         config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
     )

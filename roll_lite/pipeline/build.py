@@ -68,13 +68,13 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables that keep libraries from reporting usage and downloading."""
+"""Environment variables that stop libraries from reporting usage and downloading."""
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
-"""Environment variables of the driver that workers on GPUs get, also on other nodes."""
+"""Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables for torch's allocators. The first one wins."""
+"""Environment variables for torch's allocators; the first has priority."""
 KNOWS_PINNED_SIZE = (2, 13)
-"""First version of torch with `pinned_max_cached_size_mb`. Earlier ones refuse a setting that they do not know."""
+"""First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -102,16 +102,17 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`QUIET`; what the user has set wins. Where a model or data set of the hub is named, other nodes have to download it."""
+    """Return QUIET, overridden by the user's environment; without HF_HUB_OFFLINE if the configuration names the hub (hf://)."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables of a role's workers on GPUs. Values that the driver was given win, except over an engine argument.
+    """Return environment variables of a role's GPU workers.
 
-    All members of an NCCL group need the same NCCL settings. SGLang switches two features off in its processes, so trainers must follow.
-    Trainers keep copies of their state in pinned memory: torch would round each up to a power of two, and keep it after it was freed."""
+    All members of an NCCL group need equal settings, so trainers follow SGLang. Torch would round trainers' pinned copies up to powers of
+    two and never free them.
+    """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
     if isinstance(strategy, SglangStrategyConfig):
@@ -128,8 +129,7 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Paths of the models whose embeddings are trained, by the setting that names the model. Where only adapters train, embeddings do
-    not."""
+    """Return the models whose embeddings train, by setting name. LoRA freezes the actor's."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
@@ -137,7 +137,7 @@ def trained_embeddings(config: RunConfig) -> dict[str, Path]:
 
 
 def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
-    """Supervised rows of `algorithm.ptx` or None, and warnings about their tokens with zero embeddings."""
+    """Return the rows of `algorithm.ptx`, and warnings about their tokens with zero embeddings."""
     ptx, path = config.algorithm.ptx, config.model.path
     if ptx is None or not trains(config):
         return None, []
@@ -149,7 +149,7 @@ def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize all workers: in parallel if they stay loaded, one after the other if they offload and may share devices."""
+    """Initialize workers: in parallel if they stay loaded, otherwise one by one."""
     initialize(models, lambda: [] if live is None else starting(live))
     if live is None:
         return
@@ -166,8 +166,7 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Test the rewards, then start the rollout service, the judges, and the engines and reward models that stay on their devices. Returns
-    the pending calls."""
+    """Start the rollout service, judges, and resident engines and reward models. Return the pending calls."""
     together: list[Pending[Any]] = [live.prepare_service()]
     together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
@@ -259,7 +258,7 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """One slot per replica and, for each replica, options of the Ray actors on its further nodes; empty if no replica spans nodes."""
+        """Return one slot per replica, and options of its Ray actors on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []
@@ -295,7 +294,7 @@ class Starter:
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
-        """The driver's and the trainers' nodes, so that a lost engine node takes no reward or environment worker with it."""
+        """Return nodes of driver and trainers: the loss of an engine node must not kill reward workers."""
         trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
         return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
 

@@ -1,4 +1,4 @@
-"""Chaos mode, which tests whether a run survives faults: it kills, stops and slows processes, and cuts off nodes, at random with a seed."""
+"""Chaos mode: kill, stop or slow processes and cut off nodes, at seeded random times, to test recovery."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from roll_lite.distributed.rank_group import WATCH
 MEMBER_TARGETS = frozenset(MEMBER_ROLES.values())
 SLICE_SECONDS = 0.2
 RUNS = 0.1
-"""Share of the time in which a slowed process runs."""
+"""Fraction of time in which a slowed process runs."""
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
-"""Shell command that lets nothing leave its node for $0 seconds: a routing rule drops what is not for the node itself. Addresses, routes
-and links stay as they are, so that nothing else has to be restored."""
+"""Shell command: a routing rule blocks all traffic that leaves the node for $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
-"""Shell command that fails where CUT would: adds and removes a routing rule without effect."""
+"""Shell command that fails where CUT would: adds and removes a harmless routing rule."""
 
 
 @contextmanager
 def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[None]:
-    """Cause faults as configured (`chaos`) inside the block. `say` reports each."""
     if config is None:
         yield
         return
@@ -42,8 +40,7 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """ValueError if `chaos.actions` has `cut`, but a node cannot be cut off or there is none. `nodes`: ids of the run's nodes, except the
-    driver's."""
+    """Raise ValueError if `chaos.actions` has `cut` and a node cannot be cut off, or `nodes` (without the driver's) is empty."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:
@@ -65,7 +62,6 @@ def on(node: str, task: ray.remote_function.RemoteFunction) -> ray.remote_functi
 
 @ray.remote(num_cpus=0)
 def why_uncut() -> str | None:
-    """Reason why this node cannot be cut off; None if it can."""
     tried = subprocess.run(["sh", "-c", TRY_CUT], capture_output=True, text=True, check=False)
     return tried.stderr.strip() if tried.returncode else None
 
@@ -80,7 +76,7 @@ class Chaos:
         self._never_cut = nodes_never_cut() if "cut" in config.actions else set[str]()
 
     def tick(self) -> None:
-        """Cause a fault if one is due. Called about once a second by the driver's waits."""
+        """Cause a fault if one is due. The driver's wait loops call this about once a second."""
         if self._left == 0 or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._gap()
@@ -109,19 +105,18 @@ class Chaos:
 
 
 def nodes_never_cut() -> set[str]:
-    """Ids of the driver's node and Ray's head node: the whole run would end with either."""
+    """Return ids of the driver's node and Ray's head node; losing either ends the run."""
     heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
     return heads | {ray.get_runtime_context().get_node_id()}
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow the process at `place` or one of its descendants, or cut off its node, where this task runs. `draw`: number in [0,
-    1) that selects the process. `seconds`: duration of a slowdown or a cut."""
-    if action == "cut":  # a session of its own: the cut ends even if Ray ends this process, as after long cuts
+    """Kill, stop or slow the process at `place` or a descendant, or cut off its node. `draw` in [0, 1) selects the process."""
+    if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return
-    with suppress(psutil.Error):  # it has ended meanwhile
+    with suppress(psutil.Error):  # the process has ended
         process = psutil.Process(place.pid)
         family = [process, *process.children(recursive=True)]
         victim = family[int(draw * len(family))]
@@ -132,7 +127,6 @@ def strike(place: Place, action: str, draw: float, seconds: float) -> None:
 
 
 def slowed(process: psutil.Process, seconds: float) -> None:
-    """Let a process run only a tenth of the time, for `seconds` seconds."""
     end = time.monotonic() + seconds
     with suppress(psutil.Error):
         while time.monotonic() < end:

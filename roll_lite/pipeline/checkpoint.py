@@ -1,8 +1,4 @@
-"""Checkpoints and the final model. A checkpoint is renamed when complete; checkpoint_files.py describes its files.
-
-With checkpoint.store, a checkpoint counts only once it is in the store. Ranks then write and read files in the run's folder on their own
-nodes; nodes need not share that folder. The newest checkpoint stays on the nodes, so that restarted ranks can load it.
-"""
+"""Checkpoints and the final model. With checkpoint.store, nodes also keep the newest checkpoint, for restarted ranks."""
 
 from __future__ import annotations
 
@@ -50,58 +46,50 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Largest share of Ray's object store for one copy in memory. While a new copy is made the old one remains, and the batches that
-recovery.py keeps need room too."""
+"""Maximum fraction of Ray's object store for one in-memory copy: the old copy stays meanwhile, and recovery.py keeps batches there."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
 )
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
-"""Files of a checkpoint that the driver writes, in addition to the list of files. UNFINISHED_FILE may be missing."""
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait for other nodes' files: a network file system may cache their absence that long."""
+"""Seconds to wait for files of other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
-"""Free bytes below which a disk counts as full."""
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
-"""Maximum number of attempts to upload the last checkpoint, and seconds between them. After that the run fails."""
+"""Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
 INTERRUPTED_S = 3.0
-"""Seconds, after an interruption, for ranks to report that they have written their part of a checkpoint."""
+"""Timeout in seconds, after an interruption, for ranks to report a checkpoint as written."""
 
 
 @dataclass(frozen=True)
 class Unfinished:
     folder: Path
     models: Mapping[str, Model[Any]]
-    """Models whose ranks are writing their files, by role."""
 
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
-        """`apart`: addresses of nodes that do not share the run's folder."""
+        """Nodes in `apart` (addresses) do not share the run folder."""
         self._config = config
         self._apart = apart
         self._run_folder = run_folder
         self._home = folder_of_checkpoints(config, run_folder)
-        """Folder whose checkpoints count as complete: the run's, or its place in the store."""
         self._in_store = not is_local(self._home)
         self._waiting: list[Path] = []
-        """Checkpoints on the nodes that the store lacks, oldest first."""
         self._running: Unfinished | None = None
         self._newest: Path | None = None
-        """Newest complete checkpoint that this run has written or loaded."""
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
-        """Steps between copies in memory, and step of the newest one; 0: none."""
+        """Steps between in-memory copies, and step of the newest copy; 0: none."""
         self._copy: dict[str, Any] = {}
-        """States of driver and batch source, as in a checkpoint, and references to copies of the ranks' states, by role."""
         self.goes_on = goes_on(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint. `rollouts`, `pipeline`: states of the batch source and of the driver; `unfinished`: samples under way.
-        With checkpoint.asynchronous the folder exists only after `finish_if_written` or `finish`."""
+        """Save a checkpoint; if asynchronous, it is complete only after `finish_if_written` or `finish`. `unfinished`: samples in
+        flight."""
         self.finish()
         if self._newest is not None and self.newest_step == pipeline["steps_done"]:
-            return self._newest  # saved before a rank was lost, after which the work between the steps is done again
+            return self._newest  # saved before a rank was lost and later steps were repeated
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         folder = whole if self._in_store else whole.with_suffix(".partial")
         if self._in_store:
@@ -134,8 +122,7 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it; called between steps. `within_s`: seconds to wait for the
-        ranks' answers."""
+        """Complete the checkpoint in progress if all ranks have written it. `within_s`: timeout for their answers."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -144,8 +131,7 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """If the block fails, try to complete the checkpoint in progress. After an interruption, only if all ranks report within
-        INTERRUPTED_S that they have written it."""
+        """Try to complete the checkpoint in progress if the block fails; after an interruption, only if all ranks have written it."""
         try:
             yield
         except Exception:
@@ -158,7 +144,6 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait until the checkpoint in progress is written, and give it its final name."""
         if (running := self._running) is None:
             return
         self._running = None
@@ -192,12 +177,11 @@ class Checkpoints:
             discard(old)
 
     def _surplus(self, checkpoints: Sequence[Path]) -> list[Path]:
-        """Checkpoints to remove: all but the newest `keep` and those whose step is a multiple of `keep_every`."""
         settings = self._config.checkpoint
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
     def _upload(self, models: Mapping[str, Model[Any]]) -> None:
-        """Upload checkpoints that the store lacks. A failure is only reported: the next save tries again."""
+        """Upload waiting checkpoints; log a failure, since the next save retries."""
         for folder in self._surplus(self._waiting):
             self._waiting.remove(folder)
         try:
@@ -226,7 +210,7 @@ class Checkpoints:
         self._newest = target
 
     def upload_last(self, models: Models) -> None:
-        """Upload what the store still lacks, at the run's end. RuntimeError if that fails LAST_TRIES times."""
+        """Upload waiting checkpoints at the run's end. Raise RuntimeError after LAST_TRIES failures."""
         for number in range(LAST_TRIES):
             if not self._waiting:
                 return
@@ -240,15 +224,16 @@ class Checkpoints:
         return f"To be uploaded, in {self._run_folder / FOLDER} on the nodes of the ranks: {waiting or 'nothing'}"
 
     def _keep_on_nodes(self, models: Models) -> None:
-        """Remove from the nodes all checkpoints but the newest and those that are still to be uploaded."""
         names = [folder.name for folder in (*self._waiting, self._newest) if folder is not None]
         for model in self.stateful(models).values():
             model.ranks.all(ModelWorker.keep_checkpoints, (self._run_folder / FOLDER).resolve(), names)
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Load `checkpoint.resume` after verifying all checksums. Returns the driver's state; None without `resume`. A run that goes on in
-        its own folder renames a damaged checkpoint and takes the one before."""
+        """Verify and load `checkpoint.resume`; return the driver's state.
+
+        A run that continues in its own folder renames a damaged checkpoint and takes the one before.
+        """
         if self._config.checkpoint.source is None:
             return None
         folder = resumption(self._config.checkpoint.source).checkpoint
@@ -269,12 +254,11 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest complete checkpoint, which `go_back` loads; 0: the start weights."""
+        """Step of the newest complete checkpoint; 0: the start weights."""
         return 0 if self._newest is None else steps_of(self._newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
-        """Copy the ranks' states to the object stores of their nodes; a complete copy replaces the one before. Without room for it, no more
-        copies are made."""
+        """Copy the ranks' states to their nodes' object stores. Disable copies if room is missing."""
         saved, copies = self.stateful(models), {}
         room = COPY_SHARE * ray.cluster_resources()["object_store_memory"] / sum(model.ranks.world_size for model in saved.values())
         for role, model in saved.items():
@@ -289,9 +273,7 @@ class Checkpoints:
         self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the copy in memory, or the newest complete checkpoint if that is newer, into new ranks, and return the state that it holds.
-        None if there is neither: new ranks have the start weights. An incomplete checkpoint is removed, since the ranks that wrote it are
-        gone. A copy that cannot be loaded, as when it was lost with a node, is not tried again."""
+        """Load the in-memory copy, or a newer complete checkpoint, into new ranks. Return its state; None if neither exists."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
@@ -311,13 +293,12 @@ class Checkpoints:
         except DamagedCheckpoint:
             if is_local(self._newest):
                 raise
-            state = self._verified(self._newest, models)  # the driver's copy may be damaged, and the store's not
+            state = self._verified(self._newest, models)  # the store's copy may be intact
         self._load_models(models, self._newest)
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged; the one before becomes the newest. Raises the error if a resumed run has no earlier
-        checkpoint of its own, since it cannot go back to its start."""
+        """Mark the newest checkpoint as damaged and use the one before. Raise `error` if a resumed run has none of its own."""
         assert self._newest is not None
         with reaching(self._home):
             earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
@@ -333,18 +314,18 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
 
     def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
-        """Content of the file of unfinished samples; b"" if there is none, or if settings of generation or scoring have changed."""
+        """Return the file of unfinished samples; empty if absent or if generation or scoring settings changed."""
         file = self._on_nodes(folder) / UNFINISHED_FILE
         usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Folder from which ranks load the checkpoint: the checkpoint itself or, if it is in a store, the copy on their node."""
+        """Return the folder from which ranks load a checkpoint: the copy on their node if it is in a store."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify the checksums of all files, and return the checkpoint's state. Each rank reads a share of the files, and downloads those
-        that its node lacks. `copy`: local folder with the same state and file list, to read instead of those in a store."""
+        """Verify all checksums, download missing files, and return the checkpoint's state. `copy`: local folder with the state and file
+        list."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -369,7 +350,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export the actor to `model/`, the critic to `critic/`, in Hugging Face format."""
+        """Export actor, its average and critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -379,7 +360,7 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor's weights, or their average, to the reference through files, since the two roles' layouts may differ."""
+        """Copy the actor's weights, or their average, to the reference, through files: the roles' layouts may differ."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None
@@ -395,15 +376,14 @@ class Checkpoints:
         return folder
 
     def stateful(self, models: Models) -> dict[str, Model[Any]]:
-        """Models in a checkpoint: trained ones, and a reference that is refreshed from the actor."""
+        """Return the models that a checkpoint saves: trained ones, and a reference refreshed from the actor."""
         made: dict[str, Model[Any] | None] = {**models.trained, "reference": models.reference}
         return {role: model for role in saved_roles(self._config) if (model := made.get(role)) is not None}
 
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """If the block fails, remove the checkpoint: on a full disk, the run's end could not be recorded otherwise. The error says if the disk
-    is full, since libraries report only the consequences."""
+    """Remove the checkpoint if the block fails: a full disk could not record the run's end."""
     try:
         yield
     except Exception as error:
@@ -415,8 +395,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait, at most SEEN_WITHIN_S, until this node sees the files that ranks have written, with exactly these sizes in bytes. RuntimeError
-    if it does not, or if `sizes` is empty."""
+    """Wait until this node sees the ranks' files with these sizes. Raise RuntimeError after SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

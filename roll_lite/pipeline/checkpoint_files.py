@@ -1,8 +1,7 @@
-"""Files of checkpoints: which one to resume from, whether it is intact, and whether it fits the run.
+"""Files of checkpoints: which one to resume from, whether it is intact, whether it fits the run.
 
-The folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` if samples were under way, and
-`files.json`, written last: all files with sizes and checksums. It is the same on a disk and in a store (checkpoint.store), where it is read
-through objects with Path's methods.
+A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
+(sizes and checksums), written last.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Resumption:
 
 
 def finished_checkpoints(run_folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """Return finished checkpoints, oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
 
@@ -66,8 +65,10 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from; ValueError if there is none. `folder`: a checkpoint, or a run, whose newest finished checkpoint
-    is chosen. A run without one counts as the checkpoint that it resumed from."""
+    """Choose the checkpoint: `folder` itself or, if it is a run, its newest finished checkpoint or the one that it resumed from.
+
+    Raise ValueError if there is none.
+    """
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])
@@ -90,8 +91,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Resolve `checkpoint.resume`: `auto` becomes a checkpoint or None; the folder of a run that saves to a store becomes its folder in the
-    store. Returns the configuration, and notes on the choice. May raise StoreUnreachable."""
+    """Return the configuration with `checkpoint.resume` resolved, and notes on the choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -121,7 +121,6 @@ def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:
 
 
 def _no_checkpoints(folder: Path) -> str:
-    """Error message that says why there is no checkpoint: the folder is not a run, or the run wrote none, or ended before the first."""
     every = checkpoint_setting(folder, "every")
     if not isinstance(every, int):
         return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
@@ -142,20 +141,20 @@ def _numbered(run_folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoint: Path) -> int:
-    """Step of a checkpoint; 0 if its name has none."""
+    """Return the step in the checkpoint's name; 0 if it has none."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint. state.json and files.json go first, so a half-removed one counts as no checkpoint."""
+    """Remove a checkpoint; the files that mark it as finished go first."""
     for name in (STATE_FILE, LIST_FILE):
         (checkpoint / name).unlink(missing_ok=True)
     remove_tree(checkpoint)
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Mark a checkpoint as damaged: it is not chosen again."""
+    """Mark a checkpoint as damaged, so that no run resumes from it."""
     (checkpoint / STATE_FILE).rename(checkpoint / f"{STATE_FILE}.damaged")
 
 
@@ -169,7 +168,6 @@ def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord]:
-    """Sizes and checksums that files.json records, by file name."""
     entries = _read_json(checkpoint, LIST_FILE)
     try:
         records = {name: FileRecord(**entry) for name, entry in entries.items()}
@@ -181,7 +179,7 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 
 
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
-    """Content of state.json, after checking its checksum and, unless `sizes` is False, all files' sizes."""
+    """Return state.json after verifying its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
     check_sizes(checkpoint, wanted if sizes else {})
     check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])
@@ -220,7 +218,6 @@ def damaged(checkpoint: Path, name: str, what: str) -> DamagedCheckpoint:
 
 
 def known_tracker_ids(checkpoint: Path) -> dict[str, str]:
-    """Ids at tracking services of the run that wrote the checkpoint, from the checkpoint or its run's folder; {} if neither has any."""
     found: dict[str, str] = {}
     with suppress(OSError, ValueError, StoreUnreachable), reaching(checkpoint):
         found = _read_json(checkpoint, STATE_FILE).get("trackers", {})
@@ -242,7 +239,6 @@ def follows_actor(reference: ReferenceRoleConfig | None) -> bool:
 
 
 def saved_roles(config: RunConfig) -> list[str]:
-    """Roles that a checkpoint contains, if they are in the run: trained ones, and a reference that is refreshed from the actor."""
     return ["actor_train", "critic", *(["reference"] if follows_actor(config.reference) else [])]
 
 
@@ -289,7 +285,6 @@ def _check_model(config: RunConfig, role: str, folder: Path) -> None:
 
 
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    """Section of the configuration in a checkpoint's state, at the path `names`; None if absent."""
     found: Any = state.get("config")
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
@@ -307,8 +302,7 @@ def resumption_notes(config: RunConfig) -> list[str]:
 
 
 def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if KL is now measured against other weights than before the checkpoint, which has no fixed reference. With
-    adapters, another model.path is not noted, since it must have the same weights."""
+    """Yield a note if KL is measured against other weights than before the checkpoint."""
     if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
         return
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")

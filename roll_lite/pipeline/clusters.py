@@ -1,8 +1,4 @@
-"""Models and engines as the pipeline sees them, and their turns on devices, by the table in `config/device_phases.py`.
-
-Roles with `offload: true` are loaded only while they work, one after the other on a shared device, otherwise in parallel. The rollout
-service loads reward models.
-"""
+"""Models and engines as the pipeline sees them, and their turns on shared devices (config/device_phases.py)."""
 
 from __future__ import annotations
 
@@ -38,7 +34,6 @@ W = TypeVar("W", bound=ModelWorker)
 R = TypeVar("R")
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of a file that a rank sends at once."""
 
 
 class Movable(ABC):
@@ -48,7 +43,6 @@ class Movable(ABC):
 
     @property
     def offloads(self) -> bool:
-        """True if the role is loaded only while it works (`offload: true`)."""
         return self.role.offload
 
     @property
@@ -78,8 +72,7 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files from the folder on these nodes to the same folder on the driver's node. `names`: files that each rank has written;
-        `nodes`: addresses."""
+        """Move files that ranks wrote from `nodes` (addresses) to the same folder on the driver's node. `names`: files of each rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,12 +90,12 @@ class Model(Movable, Generic[W]):
         self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """Shards of about equal cost, one per data-parallel rank."""
+        """Return shards of about equal cost, one per data parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training: each data-parallel rank gets its rows once, and its part of each mini-batch."""
+        """Divide a batch for training: each data parallel rank gets its rows once, and its part of each mini-batch."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -119,12 +112,12 @@ class Model(Movable, Generic[W]):
 
 @dataclass(frozen=True)
 class Engines(Movable):
-    """Engine replicas. Calls leave out lost ones; the rollout service watches them and knows why they were lost."""
+    """Engine replicas. Calls skip lost engines."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start. Engines size their memory by what is free, so those on one GPU take turns."""
+    """Number of turns in which engines start: engines measure free memory, so those on one GPU start one after the other."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -140,8 +133,7 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the parts that the phase needs inside the block. A weight update needs only weights, which leaves room for those of the
-        trainer. `beside`: models to load too."""
+        """Load the parts that the phase needs inside the block. `beside`: models to load too."""
         return loaded(self, self.parts(phase), beside)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -150,7 +142,7 @@ class Engines(Movable):
 
 @dataclass(frozen=True)
 class RewardModels:
-    """Reward models by name. The rollout service calls them, and loads those with `offload: true` during generation."""
+    """Reward models by name. The rollout service calls and loads them."""
 
     clusters: Mapping[str, Cluster[RewardModelWorker]]
     configs: Mapping[str, RewardModelConfig]
@@ -170,10 +162,8 @@ class RewardModels:
 
 @dataclass(frozen=True)
 class Models:
-    """Models that train, and the reference."""
-
     policy: Model[ActorWorker] | None
-    """The actor; None in a run that does not train."""
+    """Actor; None in a run that does not train."""
     reference: Model[ReferenceWorker] | None = None
     critic: Model[CriticWorker] | None = None
 
@@ -187,11 +177,10 @@ class Models:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_moved(self) -> dict[str, list[Moved]]:
-        """Loads and offloads since the last call, of roles with `offload: true`."""
+        """Return loads and offloads since the last call."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
 
     def take_work(self) -> dict[str, list[RankWork]]:
-        """Work of all ranks by phase, since the last call."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}
 
     @property
@@ -201,13 +190,12 @@ class Models:
 
 
 def lengths(rows: DataProto) -> torch.Tensor:
-    """Number of tokens in each row, prompt and response together."""
+    """Return the tokens of each row, prompt and response together."""
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
 def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize the models that stay loaded, in parallel with each other and with the calls that `beside` starts. Then initialize and
-    offload the others one by one."""
+    """Initialize resident models in parallel with the calls of `beside`; then initialize and offload the other models one by one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *beside())
     for model in models:
         if model.offloads:
@@ -219,7 +207,7 @@ def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pendi
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """State groups that every role except the engines loads in this phase. Not for `generate`, where these roles differ."""
+    """Return the state groups that every role except the engines loads in this phase. Not for `generate`, where roles differ."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -229,13 +217,13 @@ class DeviceTurn(Generic[R]):
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Called with the seconds of the turn, load and offload included."""
+    """Callback that receives the seconds of the turn, load and offload included."""
 
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role inside the block and offload them, even after a failure. `beside`: roles loaded concurrently, which are
-    offloaded here only after a failure."""
+    """Load parts of a role inside the block, and offload them even after a failure. `beside`: roles loaded too, offloaded here only
+    after a failure."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield
@@ -248,7 +236,7 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run the work of all roles in turns; returns the results in order. A turn starts when no other role is loaded on its devices."""
+    """Run the work of all roles; return results in order. A turn starts when no other role is loaded on its devices."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -276,8 +264,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Start a turn's calls one after another: load, work, offload. Yields each pending call, and is sent its result. Returns the work's
-    result."""
+    """Yield a turn's calls (load, work, offload), receive their results by `send`, return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()
@@ -291,7 +278,7 @@ def exclude_each_other(one: Movable, other: Movable) -> bool:
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    """Start offloading after a failure, without waiting: ranks may hang."""
+    """Start offloading without waiting: ranks may hang after a failure."""
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):

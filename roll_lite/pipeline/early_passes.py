@@ -17,18 +17,16 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """Forward passes, one per model, over finished groups of an incomplete batch, whose rows are numbered from 0."""
+    """Forward passes, one per model, over finished groups of an incomplete batch."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
 
 
 class EarlyPasses:
-    """Computes log-probs and values of finished groups while the rest of the batch is generated. A model runs one forward pass at a time.
-    Results for samples outside the batch are dropped."""
+    """Starts forward passes over finished groups during generation. Drops results of samples outside the final batch."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
-        """`models`: pairs (model, columns that it computes). If it is empty, nothing is computed early."""
         self._models = models
         self._least = least_early(prompts_per_step)
         self._journal = journal
@@ -49,8 +47,7 @@ class EarlyPasses:
         self.forget()
 
     def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
-        """Start the next forward passes if some groups have finished. Call this about once a second until the batch is complete; it does
-        not block."""
+        """Start the next forward passes if enough groups have finished. Does not block; call about once a second."""
         if not self._models or not self._idle():
             return
         if self._asked is None:
@@ -67,7 +64,7 @@ class EarlyPasses:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
     def forget(self) -> None:
-        """Drop all passes: those of an earlier batch, or of ranks that have died."""
+        """Drop all passes: their batch or their ranks are gone."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:
@@ -76,6 +73,6 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """(group, index, branch) of each row. They identify it both here and in the whole batch, where rows have other numbers."""
+    """Return (group, index, branch) of each row, which identify it here and in the whole batch."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

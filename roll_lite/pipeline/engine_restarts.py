@@ -1,5 +1,4 @@
-"""Engines that start while the run continues, as replacements of lost ones or as further ones: each is started, given the weights, and
-handed to the rollout service."""
+"""Engines that start while the run continues: replacements of lost engines, and further ones."""
 
 from __future__ import annotations
 
@@ -26,20 +25,20 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 DRAIN_SECONDS = 3.0
-"""Seconds between queries to Ray for nodes that are being drained."""
+"""Seconds between queries to Ray for draining nodes."""
 BUDGET_SECONDS = 3600.0
-"""Seconds within which an engine may be restarted at most `actor_infer.restarts` times."""
+"""Seconds within which an engine may restart `actor_infer.restarts` times."""
 
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: references of the calls that check its node, start it and ask where it is."""
+    """Engine that is starting. `calls`: pending node check, start, and place query."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
-    """Engine's node and process; None until it has started."""
+    """Node and process; None until the engine has started."""
     since: float | None = None
-    """Time at which its process was first seen; None before, while it may wait for devices."""
+    """Time at which the process was first seen; None while it may wait for devices."""
 
     @property
     def is_ready(self) -> bool:
@@ -47,8 +46,7 @@ class _Start:
 
 
 class EngineRestarts:
-    """Replaces lost engines, and starts further ones (`joining`). A started engine is a newcomer from `take`, before it gets the weights,
-    to `hand_over`. With `offload: true`, engines start only while the driver waits for rollouts, when they may use the devices."""
+    """Replaces lost engines and starts further ones (`joining`). A newcomer has started but lacks the current weights."""
 
     def __init__(
         self,
@@ -60,8 +58,8 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """`restarts`: maximum number of restarts of each engine within BUDGET_SECONDS. `follows_drains`: engines leave nodes that are
-        drained. `start_s`: seconds within which a process must have started its engine; None: unlimited."""
+        """Limits: `restarts` of an engine within BUDGET_SECONDS, `start_s` for its start. `follows_drains`: engines leave draining
+        nodes."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -74,20 +72,17 @@ class EngineRestarts:
         self._follows_drains = follows_drains
         self._start_s = start_s
         self._waiting = set(range(self._group.first, self.replicas.world_size))
-        """Engines that wait for devices and are not reported as lost: those that have not joined yet, left with their nodes, or failed to
-        start too often."""
+        """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """Engines whose starts failed too often, and when they are tried again."""
+        """Engines that failed too often, and the times to try them again."""
         self._asked = 0.0
-        """Time at which Ray was last asked which nodes are being drained."""
         self._leaving: dict[int, ray.ObjectRef] = {}
-        """Engines that hand their requests to others before they leave, and the calls that do so."""
+        """Engines that are leaving, and the calls that pass their requests to other engines."""
         self._lost_at: dict[int, float] = {}
         self._restarted: dict[int, list[float]] = {}
-        """Times of restarts, by engine."""
 
     def begin(self) -> None:
-        """Replace engines that are lost from now on. An engine that was lost before, during its first start, ends the run."""
+        """Start replacing lost engines. A loss before this call ends the run."""
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
             for engine in self._waiting:
@@ -96,7 +91,6 @@ class EngineRestarts:
                 WATCH.errands["engines"] = self.tend
 
     def end(self) -> None:
-        """Stop replacing engines, since the run closes."""
         WATCH.errands.pop("engines", None)
 
     @property
@@ -108,17 +102,16 @@ class EngineRestarts:
 
     @property
     def absent(self) -> dict[int, str]:
-        """Engines that must not serve now, with the reason: lost ones, and replacements without the current weights."""
+        """Engines that must not serve, with the reason: lost, or without the current weights."""
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
-        """Tell a new rollout service which engines are not replaced."""
         for engine, cause in self._group.lost.items():
             if engine not in self._group.replaceable:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause that the rollout service noted or, if it has not noticed the loss, the driver's."""
+        """Report each lost engine once, with the rollout service's cause or else the driver's."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -128,7 +121,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements of lost engines, note which have started, and end engines on draining nodes. Does not wait."""
+        """Start replacements, note which have started, and end engines on draining nodes. Does not block."""
         if self._follows_drains:
             self._follow_drains()
         for engine, cause in self._group.lost.items():
@@ -146,14 +139,14 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """True if replacements have started and may get the weights now. With `offload: true` they may only if no other engine lives."""
+        """Return True if replacements have started and may get weights; with `offload: true` only if no other engine lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Turn started replacements into newcomers: living engines that must get the weights before they serve. With `offload: true`,
-        offload their memory `parts`."""
+        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload their memory
+        `parts`."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -165,7 +158,7 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Call `take(parts)`, and return the living engines. If none is left, wait for a replacement."""
+        """Call `take` and return the living engines. If none is left, wait for a replacement."""
         self.take(parts)
         if not self.replicas.left and self._waiting:
             self._journal.console.message("no engine is left; the run waits until one has devices")
@@ -176,7 +169,7 @@ class EngineRestarts:
         return left
 
     def settle(self) -> None:
-        """Wait for replacements that are starting on shared devices, and offload them before other roles load."""
+        """Wait for replacements that start on shared devices, and offload them before other roles load."""
         while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
@@ -184,8 +177,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let replacements that have the current weights serve. `version` is the version of these weights, or None in a run that does not
-        train."""
+        """Let new engines serve. `version`: version of their weights; None in a run that does not train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -197,7 +189,7 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Why the engine failed to start, hangs or died since; None if nothing happened. Sets `start.place` once the engine has started."""
+        """Return why the engine failed to start, hangs or died; None if nothing happened. Sets `start.place` once it has started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -222,7 +214,7 @@ class EngineRestarts:
             return
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
         if (joining := self._joining_of(engine)) is not None:
-            joining.release(engine)  # it may be the node's fault, and others may want the devices
+            joining.release(engine)  # the node may be at fault, and other engines may need the devices
             self._waiting.add(engine)
             self._rests_until[engine] = now + BUDGET_SECONDS
             self._journal.console.message(f"actor_infer[{engine}] is tried again in an hour: {why}")
@@ -233,7 +225,6 @@ class EngineRestarts:
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
 
     def _joining_of(self, engine: int) -> JoiningEngines | None:
-        """Slots of the engines that join, if this is one of them."""
         return self._joining if engine >= self._group.first else None
 
     def _start(self, engine: int, actor: Any) -> None:
@@ -242,8 +233,7 @@ class EngineRestarts:
         self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Let engines on draining nodes hand their requests to other engines. Those without requests end, and start again where devices are
-        free."""
+        """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
         nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:
@@ -253,7 +243,7 @@ class EngineRestarts:
         for engine in [engine for engine, call in self._leaving.items() if ray.wait([call], timeout=0)[0]]:
             try:
                 ray.get(self._leaving.pop(engine))
-            except RayError:  # the rollout service is gone; the new one is asked again
+            except RayError:  # the rollout service is gone; its successor is asked
                 continue
             if engine not in self._group.lost:
                 self._group.lose(engine, MemberLost("its node leaves the cluster"))
@@ -263,7 +253,7 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Start an engine anew. One beyond the first engines (`most_replicas`) waits for free devices on any node."""
+        """Restart an engine. One beyond the first engines (`most_replicas`) waits for free devices on any node."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

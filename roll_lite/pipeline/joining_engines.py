@@ -1,4 +1,4 @@
-"""Engines that join a run when nodes have free devices (`actor_infer.most_replicas`): their slots, and checks of their nodes."""
+"""Slots and node checks of engines that join when devices become free (`actor_infer.most_replicas`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from roll_lite.pipeline import node_facts, nodes
 @dataclass(frozen=True)
 class JoiningEngines:
     slots: list[Slot]
-    """Slot of each engine, by engine number: the devices on which it runs."""
+    """Slot (devices) of each engine, by engine number."""
     new_slot: Callable[[], Slot]
     drivers: nodes.View
     """Files of the driver's node that must be equal on all nodes."""
     other_nodes: list[str]
-    """Ids of the run's nodes but the driver's; those of new engines are added."""
+    """Ids of the run's nodes except the driver's."""
 
     def check(self, engine: int) -> ray.ObjectRef:
         """Start a task that fails if the engine's node has other files or versions than the driver's."""
@@ -29,11 +29,11 @@ class JoiningEngines:
         return task.remote(self.drivers, node_facts.installed(), ray.util.get_node_ip_address())
 
     def release(self, engine: int) -> None:
-        """Give up the engine's devices, which ends it."""
+        """Free the engine's devices, which ends it."""
         remove_placement_group(self.slots[engine].reserved)
 
     def reserve(self, engine: int) -> None:
-        """Let the engine wait for free devices."""
+        """Create a slot, so that the engine waits for free devices."""
         self.slots[engine] = self.new_slot()
 
     def joined(self, place: Place) -> None:
@@ -42,7 +42,7 @@ class JoiningEngines:
 
 
 def require_same(drivers: nodes.View, versions: Mapping[str, str], driver: str) -> None:
-    """Raise ValueError if this node has other files or versions than the driver's node, whose address is `driver`."""
+    """Raise ValueError if this node has other files or versions than the `driver` node (an address)."""
     here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
     views = {driver: drivers, here: nodes.View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}

@@ -48,16 +48,14 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 
 UPDATES_FILE = "updates.jsonl"
 FAILURE_FILE = "failure.txt"
-"""Whole texts of failures."""
 PAUSED_FILE = "paused.txt"
-"""Reason for a pause, which lasts until the user deletes the file."""
+"""File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
-"""Node and process id of each rank, engine host, service, reward and environment worker."""
+"""File with node and process id of every process of the run."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
-"""Row columns in the credit files, which list each sample's reward and advantage."""
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Matches numbers and words with digits, such as process ids and addresses: texts that differ only there report the same failure."""
+"""Matches numbers and words with digits, which do not distinguish failures."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -67,7 +65,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Bins of a group's share of correct samples: above the first number, up to and including the second."""
+"""Bins of a group's fraction of correct samples: above the first number, up to and including the second."""
 
 
 class Journal:
@@ -87,18 +85,15 @@ class Journal:
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
-        """Numbers of engines that were lost, returned, joined or left since the last batch."""
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """(place, text without its numbers) -> (number of reports, first full text)."""
+        """Reports by (place, text without numbers): how often, and the first full text."""
         self._places: list[tuple[str, int, Place]] = []
-        """Content of PROCESSES_FILE."""
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None
         """Rows with rewards, until `_write_credit` writes them."""
 
     def connect(self) -> None:
-        """Start the trackers; ValueError for one that fails."""
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
         repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
@@ -111,7 +106,7 @@ class Journal:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Collect metrics inside the block for step `number`; write them at its end."""
+        """Collect metrics of step `number` inside the block; write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped = number, None
         tokens = dict(self._tokens)
@@ -119,7 +114,7 @@ class Journal:
             with self.timers.step():
                 yield
         except BaseException:
-            self._tokens = tokens  # if the step is repeated, it counts once
+            self._tokens = tokens  # if the step is repeated, its tokens count once
             raise
         self.processes()
         self._write_credit({})  # not written yet if nothing trains
@@ -146,10 +141,10 @@ class Journal:
                 self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def processes(self) -> None:
-        """Write PROCESSES_FILE if a process has started or moved since the last call."""
+        """Write PROCESSES_FILE if processes have changed since the last call."""
         try:
             members = member_places()
-        except RayError:  # the table is not worth a step
+        except RayError:  # a missing table must not fail the step
             return
         places = [(role, rank, place) for (role, rank), place in sorted(WATCH.places().items())] + members
         if places != self._places:
@@ -159,7 +154,7 @@ class Journal:
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
-        """Announce a pause, which lasts as long as the block. Yields a file with the reason: the user deletes it to continue the run."""
+        """Announce a pause for the duration of the block. Yields a file that the user deletes to continue."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
@@ -173,8 +168,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report engines that were not reported as lost yet. `causes`: cause of each loss, by engine, for all engines that are lost now.
-        `engines`: number of engines, lost ones included."""
+        """Report newly lost engines. `causes`: causes by engine, of all lost engines. `engines`: total number, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -185,8 +179,7 @@ class Journal:
             )
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
-        """Report that the replacement of a lost engine serves. `seconds` is the time since the loss. `version` is the version of the
-        replacement's weights, or None in a run that does not train."""
+        """Report that a replacement serves, `seconds` after the loss, with weights of `version`."""
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
@@ -194,21 +187,18 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} serves again, {seconds:.0f} s after its loss{weights}")
 
     def engine_joined(self, number: int, engines: int, version: int | None) -> None:
-        """Report that a further engine serves. `engines` is the number of engines now; `version` as in `engine_restarted`."""
         self._moves["joined"] += 1
         weights = "" if version is None else f" with the weights of version {version}"
         self.console.message(f"actor_infer[{number}]{WATCH.where('actor_infer', number)} joins{weights}; {engines} engines now")
 
     def engine_left(self, number: int, engines: int) -> None:
-        """Report that an engine left with its node. `engines` is the number of engines that remain."""
         self._moves["left"] += 1
         where = WATCH.where("actor_infer", number)
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank, and remove records of updates after step `reached`, the last complete one. The role starts again from the
-        state after step `since` (0: the start), if `in_memory` from a copy in memory. `repeats`: what is repeated of steps `since` + 1 to
-        `reached`, "steps" or "the updates of steps"."""
+        """Report a lost rank, and remove records of updates after step `reached`, the last complete one. The role restarts from step
+        `since`."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -232,8 +222,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: number of workers that died or hung since the last batch, by part (reward, environment) and domain.
-        `silences`: seconds without an answer, for each engine lost since the last batch."""
+        """Record a batch. `replaced`: workers replaced, by part (reward, environment) and domain. `silences`: seconds without an answer,
+        per lost engine."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -271,7 +261,6 @@ class Journal:
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
-        """Log each domain's failures and retries with the commonest cause; causes are free text and cannot name metrics. `of`: prefix."""
         for name, domain in stats.domains.items():
             if domain.failures:
                 self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
@@ -280,8 +269,7 @@ class Journal:
                 self._tell_once(f"{of}domain {name}", attempts)
 
     def _tell_once(self, place: str, text: str) -> None:
-        """Print the text on its 1st, 10th, 100th, ... occurrence at this place; texts that differ only in numbers count as the same.
-        `close` prints the totals."""
+        """Print the text on its 1st, 10th, 100th, ... occurrence; texts that differ only in numbers count as the same."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -313,7 +301,6 @@ class Journal:
             self._sums.add(f"rollout/response_length_p{percent}", float(in_order[nearest_rank(percent, len(in_order)) - 1]), label=label)
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
-        """Record rewards and masks of all rows, masked ones included."""
         self._shaped = rows
         self.ledger.masked(self._current, rows, masked)
         numbers = rows.tensor("domain_number")
@@ -345,8 +332,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file, a line per row, unless it is written already. `advantages`: by sample number; null is written if
-        one is missing or not finite."""
+        """Write the step's credit file, a line per row, unless already written. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -365,7 +351,7 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record updates of all data-parallel ranks, by role. Metric sums are equal on all ranks; peaks differ, and are merged."""
+        """Record updates of all data parallel ranks, by role. Metric sums are equal on all ranks; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -400,7 +386,6 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
-        """Record the memory of all ranks by phase, and the speed of training and forward passes."""
         for role, ranks in by_role.items():
             for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
                 done = [rank[phase] for rank in ranks if phase in rank]
@@ -413,7 +398,6 @@ class Journal:
                     self._speed(role.removesuffix("_train"), None, done)
 
     def _speed(self, family: str, label: str | None, done: Sequence[PhaseWork]) -> None:
-        """Record tokens and FLOPs per second and device, by the time of the slowest rank."""
         device_seconds = len(done) * max(one.seconds for one in done)
         teraflops = sum(one.flops for one in done) / 1e12
         totals = {"tokens_per_second": sum(one.tokens for one in done), "tflops": teraflops}
@@ -424,7 +408,6 @@ class Journal:
             self._sums.add(f"{family}/{name}", total, device_seconds, label=label)
 
     def _counts(self, role: str, update: Update) -> MetricSums:
-        """Count an update as done or skipped, and record its learning rate."""
         sums = MetricSums()
         sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
@@ -472,7 +455,7 @@ class Journal:
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
 
     def go_back(self, step: int) -> None:
-        """Remove records of later steps, since the run repeats them."""
+        """Remove records of later steps, which the run repeats."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
         self.history.restore(self.folder / METRICS_FILE)
@@ -491,7 +474,7 @@ class Journal:
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
-        """Write summary.json, curves.png and report.html, print the closing table, and close the trackers."""
+        """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
@@ -499,7 +482,7 @@ class Journal:
             from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
 
             write_report(self.folder)
-        except Exception as error:  # the run itself is complete
+        except Exception as error:  # the run is complete without the report
             self.console.message(f"report.html cannot be written: {type(error).__name__}: {error}")
         self.console.finish(accuracy, held_out, self.health.findings.values())
         for (place, _), (times, first) in self._told.items():
@@ -516,7 +499,6 @@ class Journal:
         self._picture.changed()
 
     def _summarize(self, exit_state: str) -> tuple[Accuracy, BeforeAfter]:
-        """Write summary.json; returns held-out accuracy by domain, and validation metrics over all domains."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
         first = validated[0] if validated else {}
@@ -545,8 +527,7 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Metrics of each domain, and of its parts that are reported separately: means over samples; pass@k, best@k, maj@k over prompts with at
-    least k samples."""
+    """Return metrics by domain and part: means over samples; pass@k, best@k, maj@k over prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Appends whole lines; after a kill the last one may be incomplete."""
+    """Appends whole lines; a kill may leave the last one incomplete."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
@@ -39,8 +39,7 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record that the run starts or resumes after `step` with weights `version`, and the settings by which later lines can be checked.
-        `again`: this process went back to that step, so all lines that it wrote about later steps are void."""
+        """Record a start or resumption after `step`. `again`: this process went back, so its lines about later steps are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -63,20 +62,17 @@ class Ledger:
         )
 
     def _earlier(self) -> str | None:
-        """Folder of the run that this one continues; "." if it continues in its own folder (where its checkpoint may have been renamed as
-        damaged)."""
+        """Return the folder of the run that this one continues; "." for its own folder."""
         source = self._config.checkpoint.source
         if source is None:
             return None
         return "." if goes_on(self._config, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
 
     def step(self, step: int, version: int) -> None:
-        """Record a complete step. `version` is the version of the weights after it."""
         self.write("step", step=step, version=version)
         flush([self._path])
 
     def masked(self, step: int, rows: DataProto, masked: Masked) -> None:
-        """Record samples that do not train, by cause; a sample may have several."""
         weightless = masked.weights.numpy() == 0
         if weightless.any():
             causes = {cause: _names(rows, np.flatnonzero(of.numpy() & weightless)) for cause, of in masked.causes.items() if of.any()}
@@ -85,8 +81,7 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record the samples of each mini-batch, and what each role's optimizer did with it: trained, skipped, or stopped (training had
-        ended before it)."""
+        """Record each mini-batch's samples and what each role's optimizer did: trained, skipped, or stopped (training had ended)."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):
@@ -102,7 +97,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Samples of the rows with numbers `places`: group id -> indices of the samples in the group."""
+    """Return {group id: indices of the samples in the group} for the rows `places`."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):

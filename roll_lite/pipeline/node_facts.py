@@ -1,4 +1,4 @@
-"""Facts about the nodes of a run, compared and shown in one table before it starts: versions, clocks, memory, disk, open ports."""
+"""Facts about a run's nodes (versions, clocks, memory, disk, open ports), compared and shown before the run starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
-"""Difference between clocks above which the ledger's and the logs' times mislead."""
+"""Clock difference above which the times of ledger and logs mislead."""
 LEAST_DISK_GIB = 1.0
 GIB = 1 << 30
 ANSWER_SECONDS = 60.0
@@ -33,20 +33,15 @@ ANSWER_SECONDS = 60.0
 @dataclass(frozen=True)
 class NodeFacts:
     versions: Mapping[str, str]
-    """Versions of Python and of the installed packages."""
     memory_gib: float
-    """Free memory."""
     disk_gib: float
-    """Free space where the run's folder is, or would be."""
     unreachable: Mapping[str, str]
-    """Nodes to which no connection could be made, with the reason, by address."""
+    """Reasons why nodes cannot be reached, by address."""
     clock_s: float = 0.0
     """Seconds by which the clock is ahead of the driver's, less the measurement's uncertainty."""
 
 
 class Scout:
-    """Collects facts about its node. While it lives, it accepts connections on a port that the system chose, as training ranks do."""
-
     def __init__(self) -> None:
         self._listener = socket.create_server(("", 0))
 
@@ -84,8 +79,10 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Show the nodes of a run in a table, if there are several. ValueError if versions differ, or nodes do not reach each other. Returns
-    the ids of all nodes but the driver's."""
+    """Show a run's nodes in a table; return the ids of all nodes except the driver's.
+
+    Raise ValueError if versions differ or nodes cannot reach each other.
+    """
     driver = ray.get_runtime_context().get_node_id()
     by_role = placement.nodes_by_role()
     on_node = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
@@ -104,7 +101,6 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
 
 
 def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
-    """Facts of each node, the driver's first."""
     make = ray.remote(Scout)
     strategies = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
     scouts = [make.options(num_cpus=0, scheduling_strategy=strategy).remote() for strategy in strategies]
@@ -129,7 +125,7 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences that keep the run from starting. The first node is the driver's."""
+    """Yield differences that prevent the run from starting. The first node is the driver's."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):
@@ -156,7 +152,6 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def table(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> str:
-    """Table with a line for each node. A version that all nodes have stands once, above it."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

@@ -24,25 +24,26 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-"""Files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
+"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Files up to READ_WHOLE bytes are hashed whole; of larger ones, SAMPLES evenly spread pieces of SAMPLE_BYTES bytes."""
+"""Files up to READ_WHOLE bytes are hashed whole; of larger files, SAMPLES pieces of SAMPLE_BYTES bytes."""
 TOLD_FILES = 3
 LOGS = "logs"
 LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
-"""Limits for copying logs from other nodes at the end of a run: seconds in all, and bytes of each file."""
+"""Limits for copying other nodes' logs at the end of a run: seconds in all, and bytes per file."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder that must be equal on all nodes of some roles: one that a setting names, or this package (CODE)."""
+    """Folder whose files must be equal on all nodes of `roles`."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Fingerprints of the folder's files on this node, by name. For a checkpoint, sizes instead, since loading verifies checksums."""
+        """Return fingerprints of the folder's files on this node, by name; for a checkpoint only sizes, since loading verifies
+        checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -59,15 +60,17 @@ class Reader:
 @dataclass(frozen=True)
 class View:
     apart: str | None
-    """Why the node's run folder is not the driver's; None if it is."""
+    """Reason why the node's run folder is not the driver's; None if it is."""
     files: Mapping[Reader, Mapping[str, str]]
     store: str | None = None
-    """Why the node cannot use checkpoint.store; None if it can."""
+    """Reason why the node cannot use checkpoint.store; None if it can."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Return the addresses of nodes that have training ranks but do not share the run's folder. ValueError if the driver would miss files
-    that ranks write there, or if nodes hold different files at one path."""
+    """Return addresses of nodes with training ranks that do not share the run folder.
+
+    Raise ValueError if the driver would miss files of ranks, or if nodes hold different files at one path.
+    """
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -111,8 +114,7 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Kinds of files that only ranks can write into the run's folder, with the setting that turns each off. Exported models are left out,
-    since they are copied to the driver, and so are batch files, which the driver can write."""
+    """Return kinds of files that only ranks can write, with the setting that turns each off."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -126,8 +128,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 def looked_at(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """View of each node, by id, including the driver's. `read`: folders that each node reads, where models of the hub are downloaded. The
-    driver leaves a file in the run's folder; nodes that share the folder answer with a file beside it."""
+    """Return the view of each node, by id. Nodes that share the run folder answer the driver's probe file with a file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
@@ -158,7 +159,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Reason why this node does not share the folder of the driver's `probe`; None after writing an answering file."""
+    """Return why this node does not share the folder of `probe`; None if it does, after writing an answering file."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -171,8 +172,6 @@ def why_apart(probe: Path, node: str) -> str | None:
 
 
 def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], driver: str) -> Iterator[str]:
-    """Yield a message for each folder and node with files that differ from the driver's. `views`: by address; `placed`: addresses of each
-    role's nodes; `driver`: address."""
     for reader, own in views[driver].files.items():
         for address in sorted({node for role in reader.roles for node in placed.get(role, ())} - {driver}):
             there = views[address].files[reader]
@@ -190,7 +189,6 @@ def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], drive
 
 
 def fingerprint(file: Path) -> str:
-    """Checksum of the content; for a large file of its size and evenly spread samples."""
     size = file.stat().st_size
     with file.open("rb") as content:
         if size <= READ_WHOLE:
@@ -204,9 +202,9 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """After the block, copy the logs of nodes that do not share the run's folder into it."""
+    """Copy the logs of nodes that do not share the run folder into it, after the block."""
 
-    def read(folder: Path, most: int) -> dict[str, bytes]:  # Ray pickles a nested function, so that no node imports this package for it
+    def read(folder: Path, most: int) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}
         for path in folder.glob("*.log"):
             with path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""Recovery after the loss of a training rank, which died or hangs, or of the rollout service.
+"""Recovery after the loss of a training rank or of the rollout service.
 
-A lost training role starts anew, loads the newest checkpoint or copy in memory (checkpoint.in_memory_every), and trains once more on the
-batches since then, which the driver keeps. Everything else stays up, and no sample is generated again. A lost service starts anew in its
-state after the last complete step. The kept batches are lost with the service: if updates were under way, the run goes back to the newest
-checkpoint and repeats the steps since then."""
+A training role restarts from the newest checkpoint or in-memory copy, and trains again on the batches that the driver has kept. The service
+restarts in its state after the last step, without kept batches; if updates were in progress, the run repeats the steps since the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
-"""Names of the workers that hand out batches."""
 BUDGET_SECONDS = 3600.0
-"""Seconds within which a role may be restarted at most `restarts` times."""
+"""Seconds within which a role may restart `restarts` times."""
 BYTES_PER_TOKEN = 32
-"""Estimated bytes per token in the object store, with its log-prob and masks."""
+"""Estimated object store bytes per token, with its log-prob and masks."""
 STORE_SHARE = 0.5
-"""Largest share of Ray's object store that kept batches may take."""
+"""Maximum fraction of Ray's object store for kept batches."""
 
 
 class Recoverable(Protocol):
@@ -65,33 +64,28 @@ class Recovery:
         self._checkpoints = checkpoints
         self._journal = journal
         self._batches: dict[int, RolloutBatch] = {}
-        """Batches by step, since the newest checkpoint."""
         self._restarted: dict[str, list[float]] = {}
-        """Times of restarts, by role."""
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
-        """State of the driver after the last step or, before the first, at the run's start."""
+        """Driver state after the last step, or at the start before the first."""
         self.source_state: dict[str, Any] = {}
-        """State of the batch source after the last step."""
+        """Batch source state after the last step."""
         self._next_source_state: dict[str, Any] = {}
-        """State of the batch source after the batch of the step in progress."""
         self._weights_are_known = True
-        """False while an update may have changed the trained weights since the last complete step."""
+        """False while an update may have changed weights since the last complete step."""
         self._service_is_lost = False
-        """True until the rollout service has been restarted, whatever else is lost meanwhile."""
         self._rewinds = False
-        """True until a run that goes back to an earlier step has got there."""
+        """True while the run goes back to an earlier step."""
         self._validation: int | None = None
         """Step of a validation that was lost with the service, until it runs again."""
 
     def begin(self, state: dict[str, Any]) -> None:
-        """Remember the driver's state at the start, for runs without a checkpoint."""
         self._start = self.reached = _saved(state)
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Return the batch of a step: the kept one if the step is repeated, otherwise a new one from `take`, which is kept then."""
+        """Return the batch of a step: the kept one if the step is repeated, otherwise a new one from `take`."""
         if step not in self._batches:
             since = self._checkpoints.newest_step
             self._batches = {kept: batch for kept, batch in self._batches.items() if kept > since}
@@ -103,8 +97,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark the block as a weight update: its outcome is unknown until `step_is_done`. The rollout service's death is noticed only after
-        the block, so the update is completed first."""
+        """Mark weights as unknown until `step_is_done`. Inside the block, the rollout service's death is ignored, so that the update
+        completes."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking(SERVICES):
             yield
@@ -114,8 +108,7 @@ class Recovery:
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Do the work; if a training rank or the rollout service is lost meanwhile, recover and repeat it. A loss during recovery begins it
-        again, for everything that was lost since the last complete one."""
+        """Do the work; after the loss of a training rank or the rollout service, recover and repeat it."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -128,12 +121,11 @@ class Recovery:
                 self._require_restart(error)
                 losses.append(error)
             except DamagedCheckpoint as error:
-                if not losses:  # of the work, which does not load
+                if not losses:  # raised by the work itself, which loads no checkpoint
                     raise
                 self._checkpoints.set_aside_newest(error)
 
     def _require_restart(self, failure: RankFailed) -> None:
-        """Raise the failure if no restart helps, or no further one is allowed."""
         setting, allowed = self._allowed(failure.role)
         if not failure.is_loss or allowed == 0:
             raise failure
@@ -144,19 +136,15 @@ class Recovery:
         times.append(now)
 
     def _allowed(self, role: str) -> tuple[str, int]:
-        """YAML path and value of the role's maximum number of restarts; 0 for roles that do not restart."""
         if role in SERVICES:
             return "rollout.restarts", self._config.rollout.restarts
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
-        """Replace the processes of lost roles. Bring the driver, all trained weights and the rollout service to the state after the last
-        step or, if batches needed for that are gone, to that of the newest checkpoint.
+        """Restart lost roles and return to the state after the last step.
 
-        - If a trained rank is lost, or any role during updates, all trained models load the checkpoint (`goes_back`), and repeat the
-          updates on the kept batches. If some batches are gone, the run repeats the steps (`rewinds`), and the service starts anew.
-        - If a fixed reference or the service is lost between updates, only this role starts anew. All kept batches are lost with the
-          service.
+        If weights are lost or unknown, trained models load the checkpoint (`goes_back`) and repeat updates on the kept batches or, if
+        batches are missing, whole steps (`rewinds`).
         """
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}
@@ -164,7 +152,7 @@ class Recovery:
             trained = list(self._checkpoints.stateful(self._models).values())
             lost = [model for model in self._models.all if model.ranks.name in roles]
             if roles.intersection(SERVICES):
-                self._batches.clear()  # their tokens died with the service
+                self._batches.clear()  # their tokens were lost with the service
                 self._service_is_lost = True
             goes_back = any(model in trained for model in lost) or not self._weights_are_known
             copied = self._checkpoints.copied_step if goes_back else 0
@@ -198,8 +186,7 @@ class Recovery:
             initialize(models)
 
     def _restart_service(self, pipeline: Recoverable) -> None:
-        """Restart the rollout service in `source_state`, its state after the step from which the run continues. If that is an earlier step
-        than before, records of later ones are removed."""
+        """Restart the rollout service in `source_state`. If the run went back to an earlier step, remove later records."""
         self._batches.clear()
         with WATCH.expecting_answers(None):
             self._source.restart(self.source_state)
@@ -217,7 +204,6 @@ class Recovery:
 
 
 def _final(failure: RankFailed, why: str) -> RankFailed:
-    """Copy of a failure, to end the run. `why`: reason for not replacing the rank, which is added to the cause."""
     first, _, rest = failure.cause.partition("\n")
     final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
     final.where = failure.where
@@ -225,16 +211,14 @@ def _final(failure: RankFailed, why: str) -> RankFailed:
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy of a state through JSON, equal to what a checkpoint would give back."""
+    """Return a JSON copy of a state, equal to what a checkpoint would restore."""
     copy: dict[str, Any] = json.loads(json.dumps(state))
     return copy
 
 
 def _room() -> float:
-    """Bytes of the object store that kept batches may take."""
     return STORE_SHARE * float(ray.cluster_resources().get("object_store_memory", 0))
 
 
 def _size(batch: RolloutBatch) -> int:
-    """Estimated bytes in the object store."""
     return BYTES_PER_TOKEN * int(lengths(batch.rows).sum())

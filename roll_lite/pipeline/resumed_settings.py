@@ -1,4 +1,4 @@
-"""Settings that may change when a run resumes from a checkpoint. One table serves for the check, the notes and docs/checkpoints.md."""
+"""Settings that may change when a run resumes from a checkpoint: one table for the check, the notes and docs/checkpoints.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ ABSENT = "absent"
 
 
 class Effect(Enum):
-    """Effect of a setting that differs from the checkpoint's."""
-
     REFUSED = "may not change"
     START_ONLY = "read at a start only: the weights come from the checkpoint"
     SAME_COUNT = "refused if a domain's number of prompts changes (a domain under another name starts at its first prompt)"
@@ -27,10 +25,10 @@ class Effect(Enum):
 
 
 RUNNING = ("devices", "strategy", "offload", "threads", "micro_batch_tokens", "micro_batch_size")
-"""Settings of a role that say how and where it runs."""
+"""Settings of how and where a role runs."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
-"""Sections that say how samples are generated and scored."""
+"""Sections that affect how samples are generated and scored."""
 
 TABLE: Mapping[Effect, tuple[str, ...]] = {
     Effect.REFUSED: ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets"),
@@ -53,8 +51,8 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
         *("domains.*.data.validation", "domains.*.data.validation_preset", "domains.*.data.report_by", "domains.*.validation_sampling"),
     ),
 }
-"""Settings by the effect of a change; the first match counts. An entry stands for all settings below it, `*` for any name. NEXT_STEP
-holds for all settings without an entry."""
+"""Settings by effect of a change; the first match counts. An entry covers all settings below it, `*` any name, NEXT_STEP all other
+settings."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") -> Iterator[Change]:
-    """Yield the settings that differ. A section in only one of the configurations is one change."""
+    """Yield the settings that differ. A section in only one configuration is one change."""
     for name in {**before, **now}:
         path = f"{below}{name}"
         was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
@@ -88,19 +86,18 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """True if no change affects how samples are generated and scored, so that those under way may continue."""
+    """Return True if no change affects how samples are generated and scored, so that samples in flight may continue."""
     harmless = Effect.NOT_TRAINING, Effect.COUNTED_ANEW
     return all(change.effect in harmless or change.path.split(".")[0] not in OF_SAMPLES for change in changes(before, now))
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:
-    """Changes that the run cannot resume with. `is_trained`: the run trains its actor, so adapters matter."""
+    """Return changes that prevent resuming. `is_trained`: the run trains its actor, so adapters matter."""
     found = [change for change in changes(before, now) if change.effect is Effect.REFUSED and change.before != ABSENT]
     return [change for change in found if is_trained or not change.path.startswith("actor_train.")]
 
 
 def described(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Message that lists all differing settings by their effect."""
     by_effect: dict[Effect, list[Change]] = {}
     for change in changes(before, now):
         by_effect.setdefault(change.effect, []).append(change)

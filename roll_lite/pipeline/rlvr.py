@@ -78,10 +78,9 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step. The KL measured in it updates the coefficients of the next."""
+        """KL coefficients of this step; the KL measured in it updates the next step's."""
         self.compare_later: Callable[[], None] | None = None
-        """Check that engines and trainer agree, put off to the end of the step. Set with `on_mismatch: pause` where the trainer's log-probs
-        come from the update alone."""
+        """Comparison of engines and trainer, deferred to the end of the step with `on_mismatch: pause`."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -90,7 +89,7 @@ class RLVRPipeline:
         self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
         self.recovery.begin(self.state_dict())
-        if not self.checkpoints.goes_on or self.validation_is_due:  # a run that goes on in its folder only makes those that are due
+        if not self.checkpoints.goes_on or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
         with self.checkpoints.finished(), faults(self.config.chaos, self.journal.console.message):
             try:
@@ -105,12 +104,12 @@ class RLVRPipeline:
                 self.survive(self.recorded_step)
                 self.survive(self.between_steps)
             self.recovery.survive(self, self.export_model)
-            if self.steps_done == self.config.steps:  # otherwise a rank was lost meanwhile, and the run went back to an earlier step
+            if self.steps_done == self.config.steps:  # otherwise a rank was lost, and the run went back to an earlier step
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Do the work. Repeat it after a rank or the rollout service is lost and, with `rollout.on_mismatch: pause`, when the user accepts
-        that engines and trainer differ."""
+        """Do the work. Repeat it after a rank or the rollout service is lost, or when the user accepts a difference
+        (`rollout.on_mismatch: pause`)."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -157,7 +156,7 @@ class RLVRPipeline:
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
-        """Repeat an update whose result was lost with a rank. Records nothing, since its step is recorded already."""
+        """Repeat an update whose result was lost with a rank. Records nothing: the step is recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
         try:
@@ -171,12 +170,12 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, unless this version was already sent."""
+        """Send the actor's weights to the engines, unless they have this version."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Wait for the next batch, from the rollout service or a dump; its tokens stay in the object store."""
+        """Wait for the next batch, from the rollout service or a dump; tokens stay in the object store."""
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
@@ -192,8 +191,7 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute log-probs and other columns that advantages and losses read. Rows that already have these columns
-        (`rollout.stream_log_probs`) are skipped."""
+        """Compute the columns (log-probs and others) that advantages and losses read, for rows that lack them."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -260,11 +258,11 @@ class RLVRPipeline:
 
     @property
     def repeats(self) -> bool:
-        """True while an update is repeated whose result was lost."""
+        """True while a lost update is repeated."""
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if engines and trainer differ, unless the update is a repeated one, which was compared before."""
+        """Raise EnginesDiffer if engines and trainer differ, except in a repeated update, which was compared before."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -303,7 +301,6 @@ class RLVRPipeline:
         self.begin_validation(self.steps_done)
 
     def begin_validation(self, step: int) -> None:
-        """Begin a validation of the current weights; it is reported under `step`."""
         with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
             with self.source.loaded(Phase.GENERATE, self.version):
@@ -315,7 +312,6 @@ class RLVRPipeline:
 
     @phase("train")
     def compare_replicas(self, saves: bool) -> None:
-        """Compare the weights of data-parallel replicas, if configured for this step or a checkpoint follows."""
         roles: dict[str, TrainRoleConfig | None] = {"actor_train": self.config.actor_train, "critic": self.config.critic}
         for name, model in self.models.trained.items():
             role = roles[name]
@@ -347,7 +343,7 @@ class RLVRPipeline:
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state, reached = b"", self.recovery.source_state, self.recovery.reached
             if self.config.checkpoint.unfinished:
-                with suppress(Exception):  # then their prompts start again
+                with suppress(Exception):  # if this fails, their prompts start again
                     unfinished = self.source.unfinished(state, seconds / 4)
             self.source.abandon()
             self.checkpoints.finish()
@@ -393,17 +389,15 @@ class RLVRPipeline:
         return self.due(self.config.validation.every) or self.steps_done == self.config.steps
 
     def wanted(self) -> list[tuple[Model[Any], list[str]]]:
-        """Models that need a forward pass, and the columns that each computes."""
         return [(model, columns) for model in self.models.all if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """Columns that the model can compute and that advantages or losses need."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Parts of the driver whose states are saved in checkpoints, besides steps_done and version."""
+        """Parts of the driver with state in checkpoints, besides steps_done and version."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,
@@ -438,7 +432,7 @@ class RLVRPipeline:
 
 
 class Unrecorded:
-    """Stands in for the journal and the batch files: every call does nothing."""
+    """Stands in for journal and batch files: every call does nothing."""
 
     def __getattr__(self, _: str) -> Unrecorded:
         return self
@@ -448,11 +442,10 @@ class Unrecorded:
 
 
 def training_rows(batch: Batch) -> int:
-    """Number of samples that train."""
     return int((per_sample(batch.rows).tensor("train_weight") > 0).sum())
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Mean over all domains' tokens, from sums and token counts by domain."""
+    """Return the mean over all domains' tokens, from sums and token counts by domain."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

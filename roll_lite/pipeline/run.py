@@ -34,17 +34,17 @@ from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code after a SIGTERM if the state was saved: EX_TEMPFAIL, since the same command continues the run."""
+"""Exit code after a SIGTERM with saved state: EX_TEMPFAIL, since the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
-"""Phases whose work is about the same in each step."""
+"""Phases that take about the same time in each step."""
 LEAST_HANG_S = 300.0
-"""Lower bound, in seconds, of the time limits that `limits.hang_factor` sets, since short phases vary more."""
+"""Minimum, in seconds, of time limits from `limits.hang_factor`: short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
 def run(config: RunConfig) -> int:
-    """Start, train, clean up; returns the exit code. The cause of a failure is on standard error and in summary.json."""
+    """Start, train, clean up; return the exit code. The cause of a failure goes to standard error and summary.json."""
     given = config
     try:
         config, notes = settled(config)
@@ -62,7 +62,7 @@ def run(config: RunConfig) -> int:
             if checkpoint is not None and is_over(folder, config.steps):
                 sys.stderr.write(f"{folder}: all {config.steps} steps are done; to go on, raise steps\n")
                 return COMPLETED
-            # Written before `latest` points here: a later run reads in it what this one resumed from.
+            # Written before `latest` points here: a later run reads from it which checkpoint this run resumed.
             keep_config(folder, yaml.safe_dump(given.model_dump(mode="json"), sort_keys=False))
             point_latest(config.run_dir, config.run_dir / config.experiment / folder.name)
         except (OSError, ValueError) as error:
@@ -73,7 +73,6 @@ def run(config: RunConfig) -> int:
 
 
 def is_over(folder: Path, steps: int) -> bool:
-    """True if the run in this folder has completed `steps` steps."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
         return summary["exit"] == "completed" and summary["steps"] >= steps
@@ -87,8 +86,8 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
     WATCHDOG.silence_s = config.limits.silence or None
     interruption = Interruption(config.checkpoint.every > 0)
     end = RunEnd(journal, interruption)
-    # `handled` and `recorded` come twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs its own
-    # signal handlers.
+    # `handled` and `recorded` are entered twice: the end is recorded before Ray shuts down, which may end this process, and Ray installs
+    # its own signal handlers.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal, notes)
         journal.connect()
@@ -106,8 +105,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of the phases: the configured ones and, for phases whose work is about the same in each step, a multiple of the longest
-    time so far."""
+    """Time limits of phases: the configured ones and, for regular phases, a multiple of the longest time so far."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -134,9 +132,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Lets SIGTERM, and SIGHUP of a closed terminal, end a run like Ctrl-C; signals ignored by nohup stay ignored. Until the run's end is
-    recorded, only the first signal counts, since closing terminals send several. If the run writes checkpoints, a first SIGTERM lets it
-    save its state."""
+    """Lets SIGTERM and SIGHUP end a run like Ctrl-C, except signals ignored by nohup. A first SIGTERM lets a run with checkpoints save
+    its state."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -151,7 +148,6 @@ class Interruption:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let the run save its state at a first SIGTERM inside the block."""
         self._may_save = self._saves
         try:
             yield
@@ -170,7 +166,7 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, which records the run's end. Signals after it interrupt the clean-up."""
+        """Ignore signals inside the block, which records the run's end; later signals interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
@@ -188,7 +184,6 @@ class RunEnd:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record how the run ended (completed, failed, interrupted) when the block ends."""
         try:
             yield
         except (KeyboardInterrupt, Preempted) as signal_:
@@ -202,7 +197,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread because the main one hangs; the Ray session's guard cleans up."""
+        """End the process from another thread because the main thread hangs; the Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:
@@ -231,7 +226,7 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
-    """Print a failure; its traceback goes to failure.txt only. `what`: what failed; `shortage`: likely causes."""
+    """Print a failure; its traceback goes to failure.txt only. `what`: what failed. `shortage`: likely causes."""
     more = folder / FAILURE_FILE
     note = f"more in {more}"
     try:
@@ -239,6 +234,6 @@ def report_failure(error: Exception, folder: Path, what: str, shortage: str = ""
             file.write("".join(traceback.format_exception(error)))
     except OSError as other:
         note = f"{more} cannot be written: {other.strerror}"
-    with suppress(OSError):  # its reader may be gone
+    with suppress(OSError):  # stderr may be closed
         sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}{shortage}\n({note})\n")
         sys.stderr.flush()

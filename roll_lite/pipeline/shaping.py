@@ -1,4 +1,4 @@
-"""Computes rewards and masks of samples from row columns, on the driver."""
+"""Rewards and masks of samples, computed from row columns on the driver."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Shaped:
     batch: Batch
     """Batch with the columns reward and train_weight, without groups in which no sample trains."""
     samples: DataProto
-    """A row for each sample, for metrics."""
+    """Rows, one per sample, for metrics."""
     masked: Masked
 
 
 class RewardShaping:
-    """Shapes rewards; keeps running moments, if rewards are normalised by them."""
+    """Shapes rewards; keeps running moments if rewards are normalised by them."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -98,10 +98,10 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Rewards [N] float32. `domains`: settings by domain number. `running`: moments to update with the batch, if rewards are normalised by
-    them.
+    """Return rewards [N] float32. `domains`: settings by domain number. `running`: moments to update.
 
-    Order of changes: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight."""
+    Order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
+    """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
     bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]
@@ -120,7 +120,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
+    """Return rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 
@@ -147,7 +147,6 @@ def _weighted(rewards: np.ndarray, rows: RewardRows, domains: Sequence[DomainRew
 
 
 def _users_weights(rows: RewardRows, name: str) -> np.ndarray:
-    """Weights [N] float64 from the user's function, which may return any sequence of numbers."""
     setting = "algorithm.masks.function"
     function = load_function(name, setting, "RewardRows -> weights [samples]")
     try:

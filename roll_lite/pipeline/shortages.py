@@ -1,4 +1,4 @@
-"""Shortages of files, shared memory or memory on a machine: checked before a run starts, and named with a run's failure."""
+"""Shortages of files, shared memory or memory on a machine: checked before a run, named with its failure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from roll_lite.distributed.session_guard import SHARED
 LEAST_FILES = 512
 """Open files that a process of a small run may need."""
 LEAST_SHARED = 16 << 20
-"""Bytes that an engine needs in /dev/shm for queues and semaphores. If Ray's objects do not fit there, they go to /tmp."""
+"""Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
 
 
 def check_machine(_config: RunConfig) -> Iterator[Problem]:
-    """Check this machine's limits of open files and shared memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit to this one
     if 0 <= files < LEAST_FILES:
         yield Problem("ulimit -n", f"a run needs {LEAST_FILES} or more open files; raise the hard limit (ulimit -Hn 65536)", files)
@@ -33,13 +32,13 @@ def check_machine(_config: RunConfig) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds what this machine has run out of since this object was made."""
+    """Shortages of this machine since the object was created."""
 
     def __init__(self) -> None:
         self._killed = killed_for_memory()
 
     def behind(self, error: Exception) -> str:
-        """Sentences about what may have caused a failure; empty if there is no sign of a shortage."""
+        """Return sentences on likely causes of a failure; empty without a sign of shortage."""
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
@@ -51,7 +50,7 @@ class Shortages:
 
 
 def killed_for_memory() -> int:
-    """Number of processes that the kernel has killed for want of memory; 0 if unknown."""
+    """Return the number of processes that the kernel killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
             return int(found[1])

@@ -1,4 +1,4 @@
-"""Optimizer steps skipped because the loss or gradient was not finite. Finds the first of each series, and series that are too long."""
+"""Optimizer steps skipped because loss or gradient was not finite: the first of each series, and too long series."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ class NotFinite(RuntimeError):
 
 @dataclass(frozen=True)
 class Skipped:
-    """First skipped update of a series."""
-
     role: str
     step: int
     update: int
-    """Number of the update in its step, from 1, as in updates.jsonl."""
+    """Number of the update in its step, from 1."""
     loss: float
     grad_norm: float
     row_losses: Mapping[int, float]
@@ -39,7 +37,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class SkippedSeries:
-    """Consecutive skipped updates of one role. An update is given as (step, its number in the step)."""
+    """Consecutive skipped updates of one role; an update is (step, number in the step)."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)
@@ -54,7 +52,6 @@ class SkippedUpdates:
     limits: Mapping[str, int]
     """Skipped updates in a row that end the run, by role; 0: no limit."""
     with_ptx: bool = False
-    """True if the actor's updates include rows of algorithm.ptx."""
     _series: dict[str, SkippedSeries] = field(default_factory=dict)
     _too_long: str | None = None
 
@@ -65,7 +62,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """Record updates of all data-parallel ranks, by role; returns those that begin a series of skipped ones."""
+        """Record updates of all data parallel ranks, by role. Return those that begin a series of skipped updates."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, SkippedSeries())

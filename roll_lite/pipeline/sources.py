@@ -32,53 +32,48 @@ T = TypeVar("T")
 LAST_SECONDS = 60.0
 """Seconds to wait for the rollout service's last ledger lines."""
 HeldOut = tuple[DataProto, RolloutStats]
-"""Rows and statistics of held-out samples."""
 
 
 class BatchSource(ABC):
-    """Source of batches. The defaults suit a source without engines and state."""
+    """Source of batches. Defaults suit a source without engines and state."""
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in this state. Prompts that it took after this state start again."""
+        """Restart the rollout service in this state. Prompts taken after it start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine parts that the phase needs inside the block. `version` is the version of the actor's weights. If the engines lack
-        it, the trainer's weights are loaded too, to be sent."""
+        """Load the engine parts that the phase needs inside the block; also the trainer's weights if the engines lack `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
-        """Send the actor's weights to the engines; None if they need none."""
+        """Send the actor's weights to the engines; return None if they need none."""
         return None
 
     @abstractmethod
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
-        """Wait for the next batch. `poll` is called about once a second and must not wait."""
+        """Wait for the next batch. `poll` is called about once a second and must not block."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
-        """Start a validation with `samples` responses per held-out prompt; `sampling` by domain."""
         raise NotImplementedError("held-out prompts need engines")
 
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
-        """Wait for the validation's result. `version` is the version of the trainer's weights."""
         return validation.result()
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
-        """Prepare for new training ranks: engines leave shared devices, and get all weights again."""
+        """Prepare for new training ranks: engines leave shared devices, and receive all weights again."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
-        """Restore the state, and continue the samples in `unfinished`, the content of a checkpoint's file."""
+        """Restore the state, and continue the samples in `unfinished` (a checkpoint's file)."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Content of a checkpoint's file with the samples of groups that were unfinished in `state`; b"" if none. `within_s`: seconds to
-        wait."""
+        """Return the checkpoint file of samples that were unfinished in `state`; b"" if none. `within_s`: timeout."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
-        """Stop everything at once: the run is about to end, and needs the devices to save its state."""
+        """Stop everything at once: the run ends and needs the devices to save its state."""
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last files and clean up."""
@@ -86,26 +81,23 @@ class BatchSource(ABC):
 
 @dataclass
 class LiveRollouts(BatchSource):
-    """Batches from engines and rewards."""
-
     engines: Engines
     restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
     reward_models: RewardModels
     judges: Mapping[str, Cluster[JudgeWorker]]
-    """Judges by name. Without these references their Ray actors would end."""
+    """Judges by name; these references keep their Ray actors alive."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
     """Weight updates of the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
-    """Call that generates the next batch. It continues while training ranks are replaced."""
+    """Call that generates the next batch; continues while training ranks are replaced."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read the data and tested the rewards. Returns the pending call that then starts the
-        service."""
+        """Wait until the rollout service has read data and tested rewards. Return the pending call that starts it."""
         addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
-        # Meanwhile the processes of engines and models come up; none loads a model before the rewards have been tried.
+        # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
         self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
 
@@ -121,7 +113,7 @@ class LiveRollouts(BatchSource):
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
-            self.restarts.living(tuple(EngineMemory))  # replacements that are ready get this version
+            self.restarts.living(tuple(EngineMemory))  # started replacements get this version
         # `WeightSync` loads the sender again, without effect, and offloads it before the KV cache is loaded.
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
         return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
@@ -163,15 +155,14 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank is lost, raise that failure at once or, if the engines offload, only when the
-        engines are done."""
+        """Wait for a batch or validation. Raise the loss of a training rank at once or, if engines offload, when they are done."""
         lost: RankFailed | None = None
         while True:
             try:
                 result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
                 if failure.role == self.rollouts.name and failure.is_loss:
-                    self.engines.replicas.each(InferWorker.forget_requests)  # on shared devices they leave now
+                    self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
                 if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
                     raise lost or failure from None
                 lost = failure
@@ -181,7 +172,6 @@ class LiveRollouts(BatchSource):
             return result
 
     def _shown(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool) -> T:
-        """Wait for a batch or validation, and show its progress. Calls `poll` about once a second."""
         asked: Pending[dict[str, Progress]] | None = None
 
         def poll_all() -> None:
@@ -207,7 +197,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Send the trainer's weights to started replacements, and let them serve. `version`: that of the weights."""
+        """Report lost engines. Send weights to started replacements, and let them serve. `version`: the trainer's weight version."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -268,7 +258,6 @@ class ReplayedRollouts(BatchSource):
 @dataclass(frozen=True)
 class RunningValidation:
     step: int
-    """Step under which the validation is reported."""
     answers: Pending[HeldOut]
 
 
@@ -279,10 +268,10 @@ class Validations:
         self._journal = journal
         self._running: RunningValidation | None = None
         self.step: int | None = None
-        """Step of the running validation or, if none runs, of the last one."""
+        """Step of the running or else the last validation."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation, to be reported under `step`, and call `wait`. `version` is the version of the trainer's weights."""
+        """Start a validation, to be reported under `step`, then call `wait`. `version`: the trainer's weight version."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
@@ -291,13 +280,12 @@ class Validations:
         self.wait(version)
 
     def wait(self, version: int) -> None:
-        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps are left. `version` is the
-        version of the trainer's weights."""
+        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps remain."""
         if self.step == self._config.steps or not generates_ahead(self._config):
             self.finish(version)
 
     def forget(self) -> int | None:
-        """Give up the running validation; returns its step, if there is one."""
+        """Abandon the running validation; return its step, or None."""
         running, self._running, self.step = self._running, None, None
         return None if running is None else running.step
 

@@ -1,4 +1,4 @@
-"""Submission of a run as a Ray job (`roll-lite submit`): the driver runs on the cluster's head node, in a copy of the current folder."""
+"""Submission of a run as a Ray job (`roll-lite submit`). The driver runs on the head node, in a copy of the current folder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield relative paths that the job, which runs in an uploaded copy of the current folder, would not find. `written`: settings before
-    paths are made absolute. `folder`: folder of the configuration file."""
+    """Yield paths that the job, running in an uploaded copy of the current folder, would not find. `written`: settings with relative
+    paths."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))
@@ -44,8 +44,7 @@ def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
 
 
 def submit(config: RunConfig, command: Sequence[str], address: str, variables: Sequence[str], name: str | None, follow: bool) -> int:
-    """Submit a run; returns the exit code, which is the run's own if its log is followed. `variables`: names of environment variables to
-    pass on."""
+    """Submit a run; return the exit code (the run's own if `follow`). `variables`: environment variables to pass on."""
     use_token()
     os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers it, and RAY_ADDRESS, to an argument
     try:

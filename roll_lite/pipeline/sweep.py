@@ -26,7 +26,7 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` with each choice's overrides, until an interruption; returns the first exit code that is not 0."""
+    """Run `command` with each choice's overrides until one is interrupted; return the first exit code that is not 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))
@@ -45,14 +45,14 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run a command and forward SIGTERM and SIGHUP to it; Ctrl-C reaches it from the terminal."""
+    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal."""
     with subprocess.Popen(command) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             while True:
                 try:
                     return process.wait()
-                except KeyboardInterrupt:  # the terminal has sent it to both
+                except KeyboardInterrupt:  # the terminal sends it to the command too
                     continue
         finally:
             for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""Profiler traces of the steps in `profile.steps`: one of each training rank and each engine process."""
+"""Profiler traces of the steps in `profile.steps`: one per training rank and engine process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ class Traces:
     journal: Journal
     steps: Collection[int] = ()
     apart: Collection[str] = ()
-    """Addresses of nodes that do not share the run's folder."""
+    """Addresses of nodes that do not share the run folder."""
 
     def start(self, step: int) -> None:
-        """Start to record if the step is to be recorded. A repeated step is recorded anew."""
         if step in self.steps:
             self._trace_engines(None)
             for model in self.models.all:
                 model.ranks.all(ModelWorker.trace, None)
 
     def write(self, step: int) -> None:
-        """Write the traces of a step that has ended, and say where they are and which are missing."""
         if step not in self.steps:
             return
         folder = (self.journal.folder / "profiles" / f"step_{step:06d}").resolve()
@@ -43,6 +41,5 @@ class Traces:
         self.journal.console.message(f"step {step}: profiler traces are in {folder}; open them at https://ui.perfetto.dev{missing}")
 
     def _trace_engines(self, folder: Path | None) -> dict[str, str]:
-        """Start the engines' recordings or write them. Returns what failed, by file."""
         whys = self.engines.replicas.each(InferWorker.trace, folder) if self.engines is not None else {}
         return {f"actor_infer-{engine}-{number}.json.gz": why for engine, own in whys.items() for number, why in enumerate(own)}

@@ -1,7 +1,8 @@
 """Weight updates of the engines; `distributed/weight_sync/` moves the bytes.
 
-Replacement of a lost engine: `EngineRestarts.tend` starts a new engine, and `take` (or `living`) makes it a newcomer. `WeightSync.push`
-sends weights to it and all others, or `send_to_newcomers` to it alone while the others generate. `hand_over` lets it serve."""
+Replacement of a lost engine: `EngineRestarts.tend` starts it, `take` makes it a newcomer, `push` or `send_to_newcomers` sends weights,
+`hand_over` lets it serve.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +29,15 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 FULLY_VERIFIED = 3
-"""Number of an engine's first updates in which all tensors are compared, since most faults show there. With `verify: sampled`, later
-ones compare a sample."""
+"""Number of an engine's first updates in which all tensors are compared, even with `verify: sampled`: most faults show there."""
 LOSS_SECONDS = 5.0
-"""Seconds to wait, after a failed transfer, for news of a lost engine, which may be the cause."""
+"""Seconds to wait, after a failed transfer, for news of a lost engine."""
 ANSWER_SECONDS = 30.0
-"""Seconds after which an engine counts as hanging if it has not answered since a transfer broke off."""
+"""Seconds after which an engine that has not answered an interrupted transfer counts as hanging."""
 
 
 class WeightSync:
-    """Sends the actor's weights to all living engines, or only to newcomers: replacements of lost engines, which do not serve yet."""
+    """Sends the actor's weights to all living engines or only to newcomers (replacements that do not serve yet)."""
 
     def __init__(
         self,
@@ -50,8 +50,7 @@ class WeightSync:
         expert_parallel: int = 1,
         drops_weights: bool = False,
     ) -> None:
-        """`dtype` and `expert_parallel` are settings of the engines. `drops_weights`: engines drop their weights between two updates, so
-        every `push` sends them."""
+        """Settings of the engines: `dtype`, `expert_parallel`, `drops_weights` (dropped between updates, so every `push` sends them)."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -66,13 +65,11 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Transfer plan of the present connections; None if trainers and engines must connect."""
+        """Transfer plan of the present connections; None before connecting."""
         self._verified: Counter[int] = Counter()
-        """Number of compared updates, by engine, since its start."""
         self._version: int | None = None
-        """Version last sent; None before the first `push`, which sends even the start weights."""
+        """Version last sent; None before the first `push`, which also sends start weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
-        """Calls to the engines in the latest transfer, which may still be pending."""
 
     @property
     def version(self) -> int:
@@ -80,7 +77,7 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to every living engine. If they hold this version already, only newcomers get it. None if no engine needs it."""
+        """Send weights to all living engines, or only to newcomers if the others have this version. Return None if no engine needs it."""
         if self._drops_weights or version != self._version:
             pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
@@ -89,14 +86,14 @@ class WeightSync:
         return self.send_to_newcomers(version)
 
     def send_to_newcomers(self, version: int) -> Pushed | None:
-        """Send weights to engines that do not serve yet, while the others generate. `version` is the version of the trainer's weights."""
+        """Send weights to newcomers while the other engines generate."""
         return self._send(version, lambda: self._restarts.newcomers) if self._restarts.newcomers else None
 
     def _send(self, version: int, engines: Callable[[], list[int]]) -> Pushed | None:
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
             pushed = None
             while pushed is None and (receivers := engines()):
-                pushed = self._update(version, receivers)  # None: one was lost; the others connect again and get everything
+                pushed = self._update(version, receivers)  # None: an engine was lost; connect again and send everything to the others
             if pushed is not None and self._config.verify != "none":
                 started = time.monotonic()
                 self._verify(version, receivers)
@@ -104,28 +101,27 @@ class WeightSync:
         return pushed
 
     def trainer_lost(self) -> None:
-        """Wait until engines have broken off a transfer. The next `push` connects to new training ranks, and sends everything."""
+        """Wait until engines have ended a broken transfer. The next `push` connects to new training ranks and sends everything."""
         if self._transfer is not None:
             self._transfer.result()
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
     def break_off(self) -> None:
-        """Let trainers break off a transfer under way: its engines are about to end, and the trainers have to save."""
+        """Interrupt a transfer in flight: its engines are about to end, and the trainers must save."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)
 
     def service_restarted(self) -> None:
-        """Tell a new rollout service the version that the engines have, if any."""
         if self._version is not None:
             self._rollouts.one(RolloutWorker.set_version, self._version)
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Model that must be loaded for `push`; None if nothing is to be sent."""
+        """Return the model to load for `push`; None if nothing is to be sent."""
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Update the weights of the engines `receivers`. None if an engine was lost: the others may have old weights, new ones, or both."""
+        """Update the engines `receivers`. Return None if an engine was lost; the others may then hold a mix of old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
@@ -147,7 +143,6 @@ class WeightSync:
         return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
     def _connect(self, receivers: list[int]) -> TransferPlan | None:
-        """Connect trainers and engines anew; None if an engine was lost."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._model.ranks.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
@@ -164,12 +159,13 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. None if an engine was lost, even after its answer, since others may have been reading from it; the
-        caller must retry. Other failures raise RuntimeError with all causes."""
+        """Wait for engines and trainers. Return None (the caller must retry) if an engine was lost: others may have read from it.
+
+        Other failures raise RuntimeError with all causes.
+        """
         interrupted: float | None = None
         self._transfer = engines
         failed: dict[str, str] = {}
-        """Causes by engine or trainer rank, in order of arrival: later ones may follow from the first."""
 
         def poll() -> None:
             nonlocal interrupted
@@ -178,7 +174,7 @@ class WeightSync:
             if interrupted is None and (broken or self._lost(engines)) and self._interrupts is not None:
                 interrupted = time.monotonic()
                 self._epoch += 1
-                interrupt(self._interrupts, self._epoch)  # otherwise the others wait until their time-out
+                interrupt(self._interrupts, self._epoch)  # otherwise the others wait for their timeout
             if interrupted is not None and time.monotonic() - interrupted > ANSWER_SECONDS:
                 first = next((f" ({name}: {text})" for name, text in failed.items()), "")
                 cause = f"it hangs in {phase}: no answer for {ANSWER_SECONDS:g} s after others had broken off{first}"
@@ -198,7 +194,6 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
-        """True if one of these engines is lost now, or within `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
             time.sleep(0.1)

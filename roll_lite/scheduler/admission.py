@@ -15,7 +15,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts in the domains' configured shares, as far as staleness limits and the queues of engines and rewards allow."""
+    """Starts prompts by the domains' shares, within the limits of staleness and of the queues of engines and rewards."""
 
     def __init__(
         self,
@@ -26,11 +26,11 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: length of the run in batches; None: unlimited."""
+        """Length of the run in `batches`; None: unlimited."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Number of admitted requests that have not reached the router, and the sum of their expected tokens."""
+        """Admitted requests that have not reached the router: their number and expected tokens."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -42,10 +42,7 @@ class Admission:
         self._looked = 0.0
 
     def admit(self) -> None:
-        """Start prompts while there is room.
-
-        Deterministic runs first wait for all running groups, so that the order does not depend on timing.
-        """
+        """Start prompts while there is room; in deterministic runs only once no group is running."""
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
         if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
@@ -69,7 +66,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until the router knows them, which takes until the next turn of the event loop."""
+        """Count a new group's requests as load until they reach the router, in the next turn of the event loop."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -85,23 +82,23 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains that have no prompts left; True if all are removed."""
+        """Remove domains without prompts; return True if none remains."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """True if a requested batch needs a prompt of this domain that has not started."""
+        """Return True if a requested batch needs a prompt of this domain that has not started."""
         return self.plan.has_open(domain, self._asked_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """A group is young enough for the domain's next batch if at least this many batches had been requested when it was admitted."""
+        """Return the oldest admission time, in requested batches, at which a group is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """True if finished groups fill the next three batches: further groups would only become stale."""
+        """Return True if finished groups fill the next three batches; further groups would become stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
@@ -112,15 +109,12 @@ class Admission:
         return (batches - self._resumed_at) * self.plan.size + ahead if batches else 0
 
     def _asked_places(self) -> int:
-        """Number of groups in all batches requested since the start or resumption of the run."""
         return (self.asked - self._resumed_at) * self.plan.size
 
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Samples that each domain may start for later batches. At most one batch of them may wait for scores: more would grow stale while
-        engines could serve other domains. Prompts of requested batches always start, so every batch completes. Unlimited if batches are
-        generated one at a time."""
+        """Return how many samples each domain may start for later batches; at most one batch may wait for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}
@@ -130,8 +124,6 @@ class Admission:
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.plan.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """For domains whose rewards lagged since the last call, add the time since then to `behind_s`. `behind`: domains whose rewards lag
-        now."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:
@@ -148,7 +140,6 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; the domains must be restored first. Domains that had used up their prompts are missing from the saved mix."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

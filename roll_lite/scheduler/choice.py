@@ -18,40 +18,36 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Load of the requests in flight: expected response tokens plus prompt tokens not cached."""
+    """Expected response tokens plus uncached prompt tokens of requests in flight."""
     done: float = 0.0
     """Part of `tokens` reported done; negative if responses outgrow the estimate."""
     requests: int = 0
-    """Requests in flight or about to be sent."""
     generating: int = 0
-    """Requests that the engine has started and not finished."""
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
     dead: str | None = None
     """Cause of the engine's loss; None while it lives."""
     serves: bool = True
-    """False once the engine gets no more requests."""
     number: int = 0
 
     @property
     def left(self) -> float:
-        """Expected tokens that the engine still has to prefill and generate."""
+        """Expected tokens that the engine must still prefill or generate."""
         return self.tokens - self.done
 
 
 class EngineChoice:
-    """Picks engines. `most_requests`, `most_tokens`: limits of what is in flight at one engine; None: unlimited."""
+    """Picks engines. `most_requests`, `most_tokens`: limits per engine; None: unlimited."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self.on_room: Callable[[], None] = lambda: None
-        """Called when a progress report shows that a full engine has room again."""
+        """Callback for a full engine that has room again after a progress report."""
         # The least loaded engine is on top; an entry with an outdated load is dropped when it gets there. Progress reports, which change
         # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
-        """Engines whose entries in `_heap` are outdated by progress reports."""
         self._numbers = itertools.count()
         self.serving = 0
         self._tokens = 0.0
@@ -72,7 +68,6 @@ class EngineChoice:
         return engine
 
     def takes(self, tokens: float) -> float:
-        """Number of requests of this many tokens that all engines together can take."""
         by_requests = inf if self._most_requests is None else self._most_requests * self.serving
         return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
 
@@ -87,11 +82,13 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Choose an engine; returns it and the load in tokens that the request adds, or None if all are full. `prefix`: name of the first
-        `shared_tokens` tokens, which other requests share. `own_tokens`: the request's load besides them."""
+        """Return an engine and the load in tokens that the request adds; None if all are full.
+
+        `prefix`: name of the first `shared_tokens` tokens, which other requests share.
+        """
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
-            # An engine that has the prefix cached wins, unless it is busier by more than what the prefill costs elsewhere.
+            # An engine that has the prefix cached wins, unless its extra load exceeds the cost of a prefill elsewhere.
             if self._has_room(holder) and (best is None or holder.left + own_tokens <= best.left + cost):
                 best, cost = holder, own_tokens
         return None if best is None else (best, cost)
@@ -109,7 +106,6 @@ class EngineChoice:
             self._prefixes.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget all prefixes, since the engines' caches were cleared."""
         self._prefixes.clear()
 
     def take_back(self, engine: EngineLoad, cost: float) -> None:

@@ -1,4 +1,4 @@
-"""Scheduler of one domain: starts prompts, and hands out finished groups (all samples of a prompt)."""
+"""Scheduler of one domain: starts prompts and hands out finished groups (all samples of a prompt)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many prompts in a row yield no usable group, or 3 times the domain's prompts per batch if that is more."""
+"""Number of consecutive lost groups after which the run fails; 3 times the prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""The run also fails if at least the fraction MOST_LOST of the latest prompts, LONGER times as many as above, yields no usable group."""
+"""Second limit: fraction MOST_LOST of lost groups, over LONGER times as many groups as the first limit."""
 
 
 class DomainFailed(RuntimeError):
@@ -56,7 +56,6 @@ class Domain:
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
-    """Minimum number of groups in each batch, whatever the share."""
     episode: Episode = one_response
 
     @property
@@ -66,13 +65,13 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Numbers of prompts since the start. `admitted` counts all; those that have ended are also counted in exactly one other field."""
+    """Prompts since the start, by outcome; `admitted` counts all."""
 
     admitted: int = 0
     delivered: int = 0
     filtered: int = 0
     stale: int = 0
-    """Groups that became too old; their prompts are put back in the queue."""
+    """Groups that became too old; their prompts return to the queue."""
     lost: int = 0
     """Groups without a surviving sample, or without their greedy baseline."""
 
@@ -83,15 +82,12 @@ class Counts:
 
 @dataclass(frozen=True)
 class _PutBack:
-    """A prompt to start: a new one, or one that starts again."""
-
     row: tuple[int, int]
     """Epoch and row number of the prompt."""
     group: int | None = None
-    """Number of its group at the resumed checkpoint, if any."""
+    """Number of the prompt's group at the resumed checkpoint, if any."""
     admitted: int | None = None
-    """Number of batches requested before group `group` was admitted. If samples of that group were saved, staleness is counted from this
-    number."""
+    """Batches requested before group `group` was admitted; staleness of its saved samples counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -100,7 +96,7 @@ class _Live:
     number: int
     prompt: _PutBack
     admitted: int
-    """Number of batches requested before the group started, from which its staleness is counted."""
+    """Batches requested before the group started; staleness counts from here."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -111,11 +107,8 @@ class _Live:
 
 
 class DomainScheduler:
-    """Runs the groups of one domain.
-
-    Calls `changed()` when a group has ended or is ready for a batch, `broken(error)` when an error ends the domain, and `left_out(group)`
-    for lost and filtered groups.
-    """
+    """Runs the groups of one domain. Calls `changed` for each group that ends, `broken` for fatal errors, `left_out` for lost and
+    filtered groups."""
 
     def __init__(
         self,
@@ -131,7 +124,7 @@ class DomainScheduler:
         self.counts = Counts()
         self.epoch = 0
         self.owed = 0
-        """Prompts to start as replacements, for groups that ended undelivered."""
+        """Prompts to start as replacements for undelivered groups."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -141,18 +134,16 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PutBack] = deque()
         self._taken_up: dict[int, int] = {}
-        """Prompts in flight at the resumed checkpoint: group number in the checkpoint -> number of the prompt's new group."""
+        """New groups of prompts in flight at the resumed checkpoint, by old group number."""
         self._ledger: list[dict[str, Any]] = []
-        """Ledger lines of ended groups that `take_ledger` has not fetched."""
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
-        """For each of the latest groups, the cause of its loss; None if not lost. Stale groups have no entry."""
+        """Causes of loss of the latest groups; None: not lost. Stale groups are left out."""
         self._given_up = 0
-        """Filtered groups not replaced because no tries were left; the next batch may be smaller by this number."""
+        """Filtered groups without replacement, which the next batch may lack."""
         self._tries_left = 0
-        """Filtered groups that may still be replaced."""
         self._waits_for: int | None = None
-        """Number of a running group that the batch must wait for, since it would be too old for the next one."""
+        """Running group that the batch waits for: it would be too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -188,7 +179,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, clock: int) -> bool:
-        """Start another prompt; False if none is left. `clock`: number of batches requested so far."""
+        """Start another prompt; return False if none is left. `clock`: batches requested so far."""
         self._tries_left += self._further_tries
         return self._start(clock)
 
@@ -197,7 +188,6 @@ class DomainScheduler:
         return self._start(clock)
 
     def _start(self, clock: int) -> bool:
-        """Start the next prompt. Stale prompts, and those in flight at the resumed checkpoint, come first."""
         if self.exhausted:
             return False
         prompt = self._put_back.popleft() if self._put_back else _PutBack(self._domain.order.next())
@@ -243,7 +233,6 @@ class DomainScheduler:
     # ------------------------------------------------------------ the ends of a group
 
     def _judge(self, live: _Live, group: SampleGroup) -> None:
-        """Decide whether a complete group trains, is filtered or lost."""
         self._recorder.group(group)
         lost = loss_of(group)
         chosen = self._domain.filter
@@ -290,10 +279,9 @@ class DomainScheduler:
             )
 
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
-        """Take the next batch's `count` groups in the order of admission; None if they are not ready.
+        """Return the batch's `count` groups in order of admission; None if not ready.
 
-        Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next batch,
-        and selection must not depend on response length. The oldest finished groups fill the rest.
+        The batch waits for groups admitted before `oldest_next`: selection must not depend on response length.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -311,19 +299,18 @@ class DomainScheduler:
             groups.append(live.group)
             self._enter(live, DELIVERED, None, live.group)
         self.counts.delivered += len(groups)
-        # Groups of later batches filled some of the empty places, and need replacements there.
+        # Groups of later batches took some of the empty places; their own places need replacements.
         self.owed += max(0, self._given_up - (count - len(groups)))
         self._given_up = 0
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:
-        """Finished groups that the next batch of `count` will surely contain: they are among the `count` oldest undelivered ones."""
         oldest = sorted(self.live)[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups that are too old for the next batch, and put their prompts back at the front of the queue. `clock`: batches requested,
-        including the next."""
+        """End groups too old for the next batch, and put their prompts first in the queue. `clock`: batches requested, the next
+        included."""
         stale = [live for live in self._groups if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -355,7 +342,6 @@ class DomainScheduler:
 
     @property
     def live(self) -> list[int]:
-        """Numbers of the groups that have not ended."""
         return [live.number for live in self._groups]
 
     @property
@@ -367,21 +353,19 @@ class DomainScheduler:
         return lines
 
     def ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
-        """Ledger lines that were not taken yet, and a line for each undelivered group, which records it as dropped."""
         return [*self._ledger, *(self._line(one, DROPPED, cause) for one in self._groups)]
 
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint, with the prompts of all undelivered groups, finished or not."""
         live = [(one.row, one.number, one.admitted) for one in sorted(self._groups, key=lambda live: live.number)]
         put_back = [(one.row, one.group, one.admitted) for one in self._put_back]
         unfinished = [{"row": row, "group": group, "asked": admitted} for row, group, admitted in [*live, *put_back]]
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, oldest: int) -> None:
-        """Restore the state. All undelivered prompts start again, with their `saved` samples. Samples are too old, and not used, if fewer
-        than `oldest` batches had been requested when their group was admitted."""
+        """Restore the state. Undelivered prompts start again, with their `saved` samples unless admitted before `oldest` batches were
+        requested."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -390,12 +374,11 @@ class DomainScheduler:
             self._put_back.append(_PutBack((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Number of the group that now generates the prompt of group `number`: a new one if the prompt was in flight at the resumed
-        checkpoint, otherwise `number` itself."""
+        """Return the group that continues the prompt of checkpointed group `number`, or `number` itself."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """States of the samples of an undelivered group for a checkpoint, by index; without samples that cannot continue."""
+        """Return checkpoint states of an undelivered group's samples, by index."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]
@@ -413,17 +396,15 @@ class DomainScheduler:
 
 
 def complete(group: SampleGroup) -> dict[int, Unfinished]:
-    """All samples of a complete group, by index."""
     return {one.id.index: Unfinished(SavedSample.of(one)) for one in (*group.samples, group.baseline) if one is not None}
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """True if the samples, or the task that gathers them, were cancelled."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Copy a group. Accepted samples, except the greedy baseline, get `outcome`, and `cause` as their `failure`."""
+    """Copy a group, and mark accepted samples (except the greedy baseline) with `outcome` and `cause`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

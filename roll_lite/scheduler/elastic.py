@@ -1,4 +1,4 @@
-"""Choice of the engines that leave a run when nodes are drained. The pipeline and the simulator share it."""
+"""Choice of engines that leave when nodes are drained, shared by the pipeline and the simulator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Engines that leave now: those on draining nodes. One stays if no other engine serves. `nodes`: node of each engine that serves."""
+    """Return the engines on draining nodes, except one if no other engine serves. `nodes`: node of each serving engine."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

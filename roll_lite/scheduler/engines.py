@@ -1,8 +1,5 @@
-"""Clients of engines. The router gets a future per request; the engine gets requests in batches.
-
-A remote call costs about as much as a short sample on a small model. So one call sends all requests of an event-loop turn, and one returns
-all that finished since the last.
-"""
+"""Clients of engines: a future per request for the router, batched calls to the engine, since a remote call costs as much as a short
+sample."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """An engine died with a request in flight. Another engine can restart the request, or continue from `partial`, the tokens reported so
-    far."""
+    """Loss of an engine with a request in flight, which another engine can continue from `partial`."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -28,8 +24,6 @@ class EngineLost(Exception):
 
 
 class Asked:
-    """A request at an engine, and the future of its answer."""
-
     __slots__ = ("answer", "parts", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
@@ -38,20 +32,19 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """Response, with `error` set if the request failed. None if the engine did not answer an abort. Raises EngineLost if the engine
-        died."""
+        """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost if the engine died."""
         self.parts: list[Turn] = []
-        """Parts of the response so far. If the engine dies, another one continues after them."""
+        """Parts of the response so far, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
-        """Record the number of response tokens so far. Called when the engine begins, and every few seconds."""
+        """Record the number of response tokens so far. Called at the start and every few seconds."""
 
 
 class EngineClient(Protocol):
     name: str
 
     def send(self, asked: Asked) -> None:
-        """Generate a response; resolves `asked.answer`."""
+        """Generate a response, which resolves `asked.answer`."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -63,16 +56,16 @@ class EngineClient(Protocol):
 class Collected:
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
-    """Response tokens so far of unfinished requests, by id; reported at a request's start and every few seconds."""
+    """Response tokens so far of unfinished requests, by id."""
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Number of token blocks (tables of samples' tokens) still to fetch."""
+    """Token blocks (tables of samples' tokens) still to fetch."""
     parts: list[Turn] = field(default_factory=list)
-    """Tokens of unfinished responses, new since the last part. A part's row starts with a dummy token (PART_PREFIX), not the prompt."""
+    """New tokens of unfinished responses; a part's row starts with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace the block number in each turn's token row by the block itself."""
+        """Replace block numbers in token rows by the blocks."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 
@@ -81,8 +74,7 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """Client of an engine; sends requests and fetches answers in batches. `frozen_admission` (for deterministic runs): the engine stays
-    paused until it has received all requests of a batch."""
+    """Client that exchanges requests and answers in batches. `frozen_admission`: pause the engine until it has all requests of a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -101,8 +93,8 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Join the request's earlier turns, its prompt and `parts` of the response in one row. ConnectionError if a process that holds one
-        of them is gone."""
+        """Join the request's earlier turns, prompt and response `parts` in one row. Raise ConnectionError if a process with some of them
+        is gone."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -122,7 +114,7 @@ class BatchedEngine(ABC):
         self._outbox = [request for request in self._outbox if request.request_id not in asked]
         for request_id in asked:
             if (one := self._asked.get(request_id)) is not None and one.answer.done():
-                del self._asked[request_id]  # nobody waits for it any more
+                del self._asked[request_id]  # abandoned by its caller
         for request in here:  # otherwise it would reach the engine after its abort
             self._answer(Turn(request.request_id, finish_reason=FinishReason.ABORT))
         there = asked.difference(request.request_id for request in here)
@@ -197,7 +189,7 @@ class BatchedEngine(ABC):
             asked.answer.set_exception(lost)
 
     async def _partial(self, asked: Asked) -> Turn | None:
-        parts = asked.parts  # kept here: if the request ends meanwhile, its list is replaced
+        parts = asked.parts  # kept: the request's list is replaced if it ends meanwhile
         rows = [part.tokens for part in parts if part.tokens is not None]
         if not rows:
             return None

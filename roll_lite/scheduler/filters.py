@@ -1,4 +1,4 @@
-"""Dynamic sampling: selection of the finished groups that train. A filtered group is no failure: another prompt replaces it."""
+"""Dynamic sampling: selects the finished groups that train; other prompts replace filtered groups."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from roll_lite.data.samples import SampleGroup, Score
 from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
-"""Why a group is filtered: its statistic (say, mean accuracy) is too low or too high, or the user's function rejects it."""
+"""Reasons for filtering a group: statistic too low or too high, or rejection by the user's function."""
 
 
 class LeftOut(NamedTuple):
     word: str
-    """Why the group was left out, as metrics name it: LOW, HIGH or FUNCTION."""
+    """Reason as metrics name it: LOW, HIGH or FUNCTION."""
     text: str
 
 
@@ -30,7 +30,7 @@ class GroupFilter:
     tries: int = 10
     """Maximum prompts tried for each group of a batch."""
     fill: bool = True
-    """True: the run fails when the tries are used up; False: it trains on the groups at hand."""
+    """True: the run fails when the tries are used up. False: it trains on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

@@ -1,4 +1,4 @@
-"""Request in flight, on one engine after another if these are lost: its time limit, and its share of the engine's load."""
+"""Request in flight, possibly on several engines in turn: its timeout and its share of engine load."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Full-length responses with which a length estimate begins: short responses finish first and would make it too low."""
+"""Number of full-length responses that start a length estimate, because short responses finish first."""
 RESPONSES_REMEMBERED = 512
-"""Number of latest response lengths used to estimate the next one: lengths drift during training."""
+"""Number of latest response lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
-"""Lengths are sorted again when 1/REFRESH of them came after the last sort."""
+"""Lengths are sorted again once 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
-"""Tolerance, in seconds, for timers that fire early."""
+"""Tolerance in seconds for timers that fire early."""
 LOOK_S = 1.0
-"""Seconds between time-out checks while the engine is paused."""
+"""Seconds between timeout checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
 """Seconds in which an engine must answer an abort."""
 
 
 DEADLY = 3
-"""A request is given up after losing this many engines: it may have caused the losses."""
+"""Number of lost engines after which a request is given up: it may have caused the losses."""
 
 
 class RequestFailed(Exception):
     """Failure of one generation request; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """`partial`: response so far. `began`: generation may have started. `final`: no further attempt is allowed."""
+        """Store `partial` (response so far), `began` (generation may have started) and `final` (no further attempt)."""
         super().__init__(cause)
         self.cause = cause
         self.final = final
@@ -47,8 +47,7 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Estimate of response lengths from a domain's latest responses. A response of the maximum length, `most` tokens, is always added to
-    them."""
+    """Estimate of response lengths from a domain's latest responses and one response of maximum length `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -58,7 +57,6 @@ class ExpectedLength:
     def _sort(self) -> None:
         self._lengths = sorted((*self._last, self.most))
         self._sums = [0, *accumulate(reversed(self._lengths))]
-        """Sums of the n longest lengths, by n."""
         self._new = 0
 
     def observe(self, tokens: int) -> None:
@@ -68,14 +66,13 @@ class ExpectedLength:
             self._sort()
 
     def left(self, generated: int) -> float:
-        """Expected further tokens: the mean length of longer responses, minus `generated`. With a long tail this grows with the length
-        so far."""
+        """Return the expected further tokens: the mean length of longer responses, minus `generated`."""
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
 
 
 class EngineClock:
-    """The event loop's clock, stopped while engines are paused."""
+    """Event loop clock that stops while engines are paused."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0
@@ -100,7 +97,7 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """One request, followed across all engines that work on it one after another."""
+    """One request, followed across all engines that work on it."""
 
     __slots__ = (
         "_choice",
@@ -130,7 +127,7 @@ class Flight(Asked):
     engine: EngineLoad
     cost: float
     place: asyncio.Future[None]
-    """Done when a waiting request has been assigned to an engine."""
+    """Future that resolves when a waiting request is assigned to an engine."""
 
     def __init__(
         self,
@@ -142,7 +139,6 @@ class Flight(Asked):
         clock: EngineClock,
         so_far: Turn | None = None,
     ) -> None:
-        """`so_far`: response to continue."""
         # The attributes of Asked are set for each engine anew, by `depart`.
         self.domain, self.first, self.expected = domain, first, expected
         self.request, self.parts = first, []
@@ -152,7 +148,7 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Name of the shared beginning: the sample's earlier turns, an agent's own prompt, or the group's prompt."""
+        """Name of the shared prefix: the sample's earlier turns, an agent's own prompt, or the group's prompt."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -163,25 +159,22 @@ class Flight(Asked):
 
     @property
     def shared_tokens(self) -> int:
-        """Number of tokens at the beginning of the input that requests with the same `prefix` share."""
+        """Number of first input tokens that requests with the same `prefix` share."""
         return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens to prefill after `shared_tokens`: in a later turn the new messages, and after an interruption the response so
-        far."""
+        """Tokens to prefill after the shared ones: new messages and the response before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """Response tokens still expected after `generated` tokens; without the prompt, which only `cost` includes."""
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, including the parts that the present engine has reported; but `tokens` holds only the tokens of earlier
-        engines."""
+        """Response so far with the parts of the present engine; `tokens` only holds those of earlier engines."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -190,18 +183,16 @@ class Flight(Asked):
         self.legs += 1
 
     def survive(self, loss: EngineLost) -> None:
-        """Note the loss of an engine that ran the request. Raises RequestFailed after DEADLY losses."""
         self.survived += (loss,)
         if len(self.survived) >= DEADLY:
             causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in self.survived)}"
             raise RequestFailed(f"request given up: {causes}", self.so_far, final=True) from loss
 
     def start_over(self) -> None:
-        """Reset the generation time so far and `timed_out`, since the request starts again from its beginning."""
         self.timed_out, self._generating_s = False, 0.0
 
     def _next_request(self) -> GenerationRequest:
-        """The original request, or one that continues from the response so far."""
+        """Return the original request, or one that continues the response so far."""
         if self.so_far is None:
             return self.first
         sampling, done = self.first.sampling, self.so_far.length
@@ -216,7 +207,6 @@ class Flight(Asked):
         self._length = self.left()
         self._done = self._grown = 0.0
         self.begun, self._since = False, self._clock.time()
-        """`_since`: start of generation or, before that, time of sending."""
         # A timer and callbacks: a task per request would dominate the cost.
         self._timer = self._loop.call_later(self._timeout_s, self._look)
         self.engine.client.send(self)
@@ -230,8 +220,8 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report the progress of the request at its engine. `done`: decrease of the remaining load; `grown`: change of the expected length;
-        both since it was sent there."""
+        """Report progress since the request was sent to its engine. `done`: decrease of remaining load. `grown`: change of expected
+        length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -245,8 +235,7 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its time limit is up. The time counts from the request's start in the engine or, before that, only while its
-        engine is idle."""
+        """Abort the request if its timeout is up. Time counts from the start in the engine; before that, only while the engine is idle."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

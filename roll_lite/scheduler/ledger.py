@@ -1,4 +1,4 @@
-"""The ledger: one line per group that ends, which the driver writes to ledger.jsonl."""
+"""Ledger lines of ended groups, which the driver writes to ledger.jsonl."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Line of an ended group. `row`: epoch and row number of its prompt. `asked`: number of batches requested when it started. `group`:
-    None if it ended unfinished. `continues`: number of the dropped group whose prompt it restarts."""
+    """Return an ended group's line. `asked`: batches requested at its start. `continues`: dropped group whose prompt it restarts."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

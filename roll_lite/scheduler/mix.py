@@ -1,4 +1,4 @@
-"""Divides a batch's groups among domains, and a domain's prompts among files. Shares are exact over a run."""
+"""Division of a batch's groups among domains, and of a domain's prompts among files. Shares are exact over a run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
-    """Assigns groups to domains by Tijdeman's rule: after n groups, every domain's number of groups differs from share * n by less than
-    one."""
+    """Assigns groups to domains by Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -42,8 +41,8 @@ class DomainMix:
     def _next(self) -> str:
         if len(self._weights) == 1:
             return next(iter(self._weights))
-        # Let d = 2 * (number of domains) - 2. A domain may take place t once share * t - count >= 1/d; of those, the one that would first
-        # fall behind by 1 - 1/d is served. Everything times d * total weight, to stay in integers.
+        # Let d = 2 * (number of domains) - 2. A domain is eligible for place t once share * t - count >= 1/d. The eligible domain that
+        # would first fall behind by 1 - 1/d is served. All terms are multiplied by d * total weight, to stay in integers.
         slack = 2 * len(self._weights) - 2
         best: str | None = None
         best_deadline = Fraction(0)
@@ -61,8 +60,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of groups assigned to each domain. If domains or shares differ from the saved ones, the numbers start at
-        zero."""
+        """Restore the domains' counts. If domains or shares differ from the saved ones, counts start at zero."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -75,9 +73,8 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of the coming batches: how many groups of each domain they hold, and which domain starts the next prompt.
-
-    `least`: minimum number of groups per batch, by domain; if a share is too small for it, other domains get fewer."""
+    """Plan of coming batches: how many groups of each domain they hold, and which domain starts next. `least`: minimum groups per batch,
+    by domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
@@ -87,7 +84,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Domain -> numbers (over all batches) of the planned places whose prompt has not started. A place holds one group."""
+        """Planned groups without a started prompt, by domain: their numbers over all batches."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -98,8 +95,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next group whose prompt has not started: (domain, the group's number over all batches). None if no domain has such a
-        group whose number is below the domain's limit, given in `most`."""
+        """Take the next group without a prompt: (domain, number over all batches). Return None if no number is below its domain's limit
+        in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -110,7 +107,7 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """True if one of the first `most` groups of the run still waits for a prompt of this domain."""
+        """Return True if one of the run's first `most` groups still needs a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 
@@ -123,13 +120,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Number of batches until the next one that contains this domain: 1 for the coming batch, at most `most` + 1."""
+        """Return the number of batches until one contains this domain: 1 for the next batch, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain whose prompts are used up. Planned batches get fewer groups; in later ones the other domains take its share."""
+        """Remove a domain without prompts. Planned batches get fewer groups; later, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -157,7 +154,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last requested batch; prompts started for later batches start again on resume."""
+        """Return the state after the last requested batch: prompts of later batches start again."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,11 +163,9 @@ class BatchPlan:
 
 
 class MixedOrder:
-    """Order of prompts in a domain that mixes several files by shares. Each file has its own epochs: all its prompts come once before any
-    comes again."""
+    """Prompt order of a domain with several files, mixed by shares. Each file has its own epochs."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
-        """`parts`: number of prompts in each file."""
         self._domain = domain
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}
@@ -181,7 +176,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Next prompt: (epoch of its file, row number)."""
+        """Return the next prompt: (epoch of its file, row number)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index

@@ -1,4 +1,4 @@
-"""The router decides which engine gets a request, and when. All domains share it."""
+"""Router: decides which engine gets a request, and when. All domains share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
-"""Requests sent to an engine beyond its slots, as a share of the slots. They wait there, so a free slot is filled at once."""
+"""Requests sent beyond an engine's slots, as a fraction of the slots: they wait there and fill free slots at once."""
 FRUITLESS = 3
 """Aborts in a row without progress after which a request fails."""
 
@@ -28,12 +28,10 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine, or one that has its prefix cached. In `deterministic` runs a hash of the request's id
-    chooses the engine, and requests start in waves (WaveGate).
+    """Sends each request to the least loaded engine, or one with its prefix cached. Deterministic runs choose by request id and start
+    requests in waves.
 
-    `engine_slots`: maximum running requests per engine. `engine_slots` and `engine_tokens` limit an engine's requests in flight; others
-    wait in the router. `timeout_s` counts from a request's start in the engine; before that, a request times out only if its engine is idle
-    for that long. Interrupted requests continue from their tokens; in deterministic runs they start over.
+    `engine_slots`, `engine_tokens`: limits in flight per engine. `timeout_s` counts from a request's start in the engine.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """`engines_restart`: lost engines will be added again, so requests wait even if none is left."""
+        """Keep requests waiting without any engine if `engines_restart`: lost engines return."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -60,16 +58,14 @@ class Router:
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
         self._at_engines: dict[str, EngineLoad] = {}
-        """Engine of each request in flight, by its current request id, which changes after an interruption."""
         self._flights: dict[str, Flight] = {}
-        """Requests under way, by their original request id."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
         self._costs: dict[str, float] = {}
 
     async def generate(self, domain: str, request: GenerationRequest, so_far: Turn | None = None) -> Turn:
-        """Generate a response, or continue `so_far`. Raises RequestFailed (a retry may succeed) or NoEngineLeft."""
+        """Generate a response, or continue `so_far`. Raise RequestFailed (a retry may succeed) or NoEngineLeft."""
         flight = self._flights[request.request_id] = self._flight(domain, request, so_far)
         try:
             turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
@@ -89,7 +85,6 @@ class Router:
         return Flight(domain, request, expected, self._timeout_s, self._choice, self.clock, so_far)
 
     async def _generate(self, flight: Flight) -> Turn:
-        """Generate a response; an interrupted one continues from its tokens."""
         while True:
             if flight.so_far is not None and flight.so_far.length >= flight.first.sampling.max_tokens:
                 return flight.so_far._replace(finish_reason=FinishReason.LENGTH)  # it was interrupted after its last token
@@ -108,8 +103,7 @@ class Router:
             self._go_on_from(flight, turn)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate a response, starting together with all requests of its wave. An interrupted request starts again from its beginning,
-        since a continuation would yield another response."""
+        """Generate a response together with the requests of its wave. An interrupted request starts over: a continuation would differ."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -137,8 +131,8 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Prepare an aborted request to continue from its tokens. An abort without progress is counted as fruitless, unless `hold` caused
-        it; RequestFailed after FRUITLESS of them."""
+        """Continue an aborted request from its tokens. Raise RequestFailed after FRUITLESS aborts without progress; those by `hold` do
+        not count."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.fruitless = 0
@@ -151,8 +145,7 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may start. Few requests may wait, since a prompt's staleness counts from its start. `announced`: requests on
-        their way to this router; `tokens`: their expected tokens in total."""
+        """Return True if more prompts may start. `announced`: requests on their way here. `tokens`: their expected tokens."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -165,14 +158,14 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Expected load of the domain's next request, in tokens; `most` if the domain has had none."""
+        """Return the expected load of the domain's next request, in tokens; `most` before its first."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
         return self._in_flight.get(domain, 0) + len(self._queues.get(domain, ()))
 
     async def hold(self, interrupt: bool) -> None:
-        """Stop sending until `release`, and wait until nothing is in flight. `interrupt`: abort running requests; they continue later."""
+        """Stop sending until `release`, and wait until nothing is in flight. `interrupt`: abort running requests, which continue later."""
         self._held = True
         if interrupt:
             at: dict[EngineLoad, list[str]] = {}
@@ -196,7 +189,6 @@ class Router:
     # ------------------------------------------------------------ engines come and go
 
     def add(self, client: EngineClient) -> None:
-        """Add an engine; it replaces a lost one of the same name."""
         engine = EngineLoad(client)
         lost = [place for place, other in enumerate(self.engines) if other.dead is not None and other.client.name == client.name]
         if lost:
@@ -219,12 +211,11 @@ class Router:
             self.gate.engines_changed()
 
     def _all_serve(self) -> bool:
-        """False if a lost engine will return but does not serve yet."""
+        """Return False if a lost engine will return but does not serve yet."""
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str, interrupt: bool = False) -> None:
-        """Stop sending to an engine, wait until it is idle, then remove it. `interrupt`: abort its requests, which continue elsewhere.
-        Calling `remove` meanwhile ends the wait."""
+        """Stop sending to an engine, and remove it when idle. `interrupt`: abort its requests, which continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
         if interrupt:
             engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
@@ -235,13 +226,11 @@ class Router:
             self.engines.remove(engine)
 
     def remove(self, name: str) -> None:
-        """Remove an engine at once; its requests continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
         engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
         self.engines.remove(engine)
 
     def engine_lost(self, name: str, cause: str) -> None:
-        """Remove a lost engine, even an idle one: otherwise it would be the first choice for new requests."""
         for engine in self.engines:
             if engine.client.name == name:
                 self._take_out(engine, cause)
@@ -257,7 +246,6 @@ class Router:
     # ------------------------------------------------------------ placing
 
     async def _place(self, flight: Flight) -> None:
-        """Wait for room, choose the engine, and count the request as in flight."""
         if self._waiting or self._held or not self._give(flight):
             await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
             # Other tasks ran since `_give`: if the engine has left or requests are held meanwhile, give the place back.
@@ -304,8 +292,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests. The domain with the fewest requests in flight comes first, so that long responses of one domain do not
-        delay other domains."""
+        """Send waiting requests, first of the domain with the fewest in flight: long responses of one domain must not delay others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -320,8 +307,7 @@ class Router:
             queue.popleft()
 
     def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
-        """Choose an engine; returns it and the request's load. None if all engines are full (never in deterministic runs) or being
-        replaced."""
+        """Return an engine and the request's load; None if all engines are full or being replaced."""
         shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
@@ -336,7 +322,6 @@ class Router:
         return serving[stable_hash(flight.first.request_id) % len(serving)], shared + own
 
     async def _answer(self, flight: Flight) -> Turn:
-        """Send the request and wait for its answer. On a time-out, raises RequestFailed with the response so far."""
         flight.depart()
         request_id, turn = flight.request.request_id, None
         self._at_engines[request_id] = flight.engine
@@ -352,7 +337,7 @@ class Router:
                 flight.engine.client.abort([request_id])
             self._free(flight)
         if turn is not None and not (flight.timed_out and (turn.error is not None or turn.finish_reason is FinishReason.ABORT)):
-            return turn  # also one that ended just when its time was up
+            return turn  # also a response that ended just at its timeout
         partial = joined(flight.so_far, turn) if turn is not None and turn.length else flight.so_far
         what = "no response" if flight.begun else "the engine began with nothing"
         began = flight.begun and turn is None
@@ -360,19 +345,19 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. Answers are used only once all have arrived. If an engine is lost before, all
-    its requests start again together, even answered ones, so that its replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, so that its replacement
+    gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
         self._all_serve = all_serve
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
-        """Request id -> engine's name, and future that `starts_again` awaits; for answered requests."""
+        """Engine name and future awaited by `starts_again`, by id of answered request."""
         self._lost: set[str] = set()
-        """Names of engines that were lost during the wave."""
+        """Engines lost during the wave."""
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered. Returns True if the request must start again. `is_lost`: the request's engine was lost."""
+        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)
@@ -391,7 +376,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """If all requests are answered, end the wave. But if engines were lost, start their requests again once all engines serve."""
+        """End the wave if all requests are answered; if engines were lost, restart their requests once all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}
@@ -404,16 +389,15 @@ class Wave:
 
 
 class WaveGate:
-    """Barrier for the requests of deterministic runs: when every unfinished sample waits here and no engine is missing, all start in one
-    event-loop turn, as a wave. So an engine gets the same requests together in every run, independent of timing. Retries form the next
-    wave."""
+    """Barrier of deterministic runs: all requests start together once every unfinished sample waits. So each engine gets the same batch
+    in every run."""
 
     def __init__(self, all_serve: Callable[[], bool]) -> None:
         self._all_serve = all_serve
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves that are not over. There are several only if requests come from samples that have not called `join`."""
+        """Waves that are not over; several only if samples have not called `join`."""
 
     def join(self) -> None:
         self._members += 1
@@ -424,10 +408,10 @@ class WaveGate:
 
     @asynccontextmanager
     async def wave(self, request_id: str) -> AsyncIterator[Wave]:
-        """Wait until a wave starts; leave it on exit. Requests start in the order of their ids."""
+        """Wait until a wave starts; leave it on exit."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
-        loop.call_soon(self._open_if_complete)  # not at once: the last sample would leave before all others
+        loop.call_soon(self._open_if_complete)  # deferred: otherwise the last sample would leave before all others
         try:
             wave = await place
         finally:

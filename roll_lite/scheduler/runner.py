@@ -1,7 +1,4 @@
-"""Generates and scores a sample, with retries.
-
-An episode generates it: one prompt and one response by default, several turns with an environment.
-"""
+"""Generation and scoring of a sample, with retries. An episode generates it: one response by default, or several turns."""
 
 from __future__ import annotations
 
@@ -37,23 +34,22 @@ from roll_lite.scheduler.stats import Recorder
 from roll_lite.scheduler.unfinished import SavedSample, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
-"""Generates a response, or continues the given one."""
+"""Function that generates a response, or continues the given one."""
 
 
 class _Row:
-    """A row of the sample: the responses of one path through the tree of turns."""
+    """Row of a sample: the responses of one path through the tree of turns."""
 
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """`context`: response of another row that this one continues, too."""
+        """Continue response `context` of another row, if given."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
-        """Number of the last response."""
         self.free = False
-        """The last response has no successor yet: the next request that continues it lengthens this row."""
+        """True if the last response has no successor: the next request that continues it extends this row."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -64,15 +60,15 @@ class _Row:
 
 
 class Conversation:
-    """A sample being generated: a tree of responses, usually just one. Requests refer to tokens of earlier turns in the object store.
+    """Sample being generated: a tree of responses, usually one.
 
-    A response lengthens the row of the response that it continues. If that row already continues with another response, it begins a new
-    row, with the tokens so far as its prompt. So each response trains in exactly one row."""
+    Each response extends the row of its predecessor, or starts a new row if that row already continues. So it trains in exactly one row.
+    """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None, wants_ids: bool = False) -> None:
-        """`so_far`: partial first response to continue. `wants_ids`: return the ids of responses."""
+        """Continue the partial first response `so_far`, if given. `wants_ids`: return token ids of responses."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -86,10 +82,10 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens, with at most `most` tokens. Raises RequestFailed.
+        """Let the policy respond to tokens. Raise RequestFailed.
 
-        `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt. `stop`: further
-        stop strings."""
+        `number`: number of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt.
+        """
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
@@ -107,7 +103,6 @@ class Conversation:
         return turn
 
     def _row(self, after: int | None) -> _Row:
-        """The row that a response after response `after` belongs to."""
         if after is None:
             row = _Row()
         else:
@@ -120,7 +115,6 @@ class Conversation:
         return row
 
     def _room(self, row: _Row, new: int) -> int:
-        """Tokens left for a response; max_tokens limits responses and environment together."""
         room = self.sampling.max_tokens - (row.length - row.segments[0].length + new if row.segments else 0)
         if room < 1:
             raise ValueError(f"request {self.request_id}: no room for a response within {self.sampling.max_tokens} tokens; end the episode")
@@ -154,22 +148,21 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Lost attempts of an episode that do not count as failed, because another episode may have killed the worker; further ones count."""
+"""Lost attempts of an episode that do not count as failed: another episode may have killed the worker."""
 
 
 class EpisodeFailed(Exception):
     """Failure of an environment."""
 
     def __init__(self, cause: str, counts: bool = True) -> None:
-        """`counts`: the attempt counts as failed; False if another episode may have killed the worker."""
+        """Count the attempt as failed unless `counts` is False."""
         super().__init__(cause)
         self.cause = cause
         self.counts = counts
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Runs one conversation. It lets RequestFailed pass, and raises EpisodeFailed if the environment fails: the sample is then retried, or
-reported as failed."""
+"""Function that runs one conversation. It lets RequestFailed pass, and raises EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -180,7 +173,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Function from a sample's attempt to its seed. The group number is not used: a prompt started again gets the same samples."""
+    """Return a function from a sample's attempt to its seed; a restarted prompt gets the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -194,17 +187,17 @@ def no_seeds(_: SampleId) -> None:
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. A failure raises rewards.base.RewardFailed; it is never a score of zero."""
+        """Score a sample. Raise rewards.base.RewardFailed on a failure; never return a score of zero for it."""
         ...
 
     @property
     def capacity(self) -> float:
-        """Number of samples scored at a time; others wait."""
+        """Number of samples scored at a time."""
         ...
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. If all retries fail, a sample is returned as failed, with the cause."""
+    """Generates and scores samples of one domain. After all retries, returns a sample as failed, with the cause."""
 
     def __init__(
         self,
@@ -219,11 +212,9 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`queue`: name of these samples' queue in the router; None: the domain's name. `generated()` is called when a sample starts to
-        wait for its score."""
+        """Notify `generated()` when a sample waits for its score. `queue`: queue in the router; None: the domain's."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
-        """For each running sample, by its group and index, a function that returns its state for a checkpoint."""
         self._domain = domain
         self._router = router
         self._rewards = rewards
@@ -235,7 +226,6 @@ class SampleRunner:
         self._generated = generated
 
     def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None = None) -> asyncio.Task[Sample]:
-        """Start generating a sample. `saved`: its state in a checkpoint, from which it continues."""
         task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, saved), name=self._domain)
         task.add_done_callback(lambda _: self._reached.pop((sample_id.group, sample_id.index), None))
         gate = self._router.gate
@@ -245,14 +235,14 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """State of a running sample for a checkpoint; None if it has no tokens yet, or is an environment's episode, which starts again."""
+        """Return a running sample's checkpoint state; None without tokens, or for an environment's episode, which starts again."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 
     def _first_response(self, attempt: int, conversation: Conversation) -> Unfinished | None:
         if self._episode is not one_response:
             return None  # the environment's state is not saved: the episode starts again
-        flight = self._router.flight(conversation.request_id)  # that of a later turn has another id
+        flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
         return Unfinished.generating(attempt, flight.first, response, flight.request, tuple(flight.parts))

@@ -1,4 +1,4 @@
-"""The rollout service: generates and scores training batches and validations."""
+"""Rollout service: generates and scores training batches and validations."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups in the order of their numbers. They include failed samples, for dumps; only accepted ones train."""
+    """Groups by number, failed samples included for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Ledger lines: one for each group that ended since the last batch, then one for this batch."""
+    """Ledger lines: one per group ended since the last batch, then one for this batch."""
 
 
 class RolloutService:
-    """Serves batches and validations. Create it inside a running event loop. Staleness is counted in requested batches."""
+    """Serves batches and validations. Needs a running event loop. Staleness counts requested batches."""
 
     def __init__(
         self,
@@ -41,15 +41,14 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: base of the requests' seeds; None: engines choose. `batches`: length of the run in batches; None: unlimited.
-        `keep_left_out`: return lost and filtered groups with the next batch."""
+        """Take a base `seed` for requests, and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the
+        next batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
         self._pacing = pacing
         self._left_out: list[SampleGroup] = []
         self._handed_out: list[SampleGroup] = []
-        """Groups of the latest batch."""
         self._ledger: list[dict[str, Any]] = []
         """Ledger lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
@@ -91,7 +90,6 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit_soon(self) -> None:
-        """Admit prompts in the next turn of the event loop, once for all requests that end in this turn."""
         if not self._admits_soon and not self._loop.is_closed():
             self._admits_soon = True
             self._loop.call_soon(self._admit)
@@ -104,8 +102,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Number of held-out samples that may run: the capacity that training leaves, but at least an equal share, as if validation were
-        a further domain."""
+        """Return how many held-out samples may run: the capacity that training leaves, at least an equal share."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -128,8 +125,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups (the same in every call), divided among domains exactly by their shares. Smaller if filters
-        ran out of tries, or domains of prompts."""
+        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -168,12 +164,10 @@ class RolloutService:
         return [*lines, {"event": "batch", "version": stats.version, "wanted": quota, "shares": shares, **self._watermark()}]
 
     def _watermark(self) -> dict[str, Any]:
-        """Ledger fields: number of groups started so far, and the numbers of those that have not ended."""
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Ledger lines for a run that ends now: lines not fetched yet, a line that records each undelivered group as dropped, and the
-        end."""
+        """Return the last ledger lines of a run: unfetched lines, undelivered groups as dropped, and the end."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
@@ -189,7 +183,6 @@ class RolloutService:
             domain.epoch = scheduler.epoch
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
-        """Wait for the groups of the current batch; returns them by number."""
         self._making, self._taken = quota, {}
         while True:
             if self._error is not None:
@@ -210,7 +203,6 @@ class RolloutService:
         return [group for groups in (self._taken | certain).values() for group in groups]
 
     async def _go_on(self) -> None:
-        """Prepare for the next batch: drop stale groups, interrupt engines that offload between batches, admit prompts."""
         for scheduler in self._schedulers.values():
             scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
         if self._pacing.engines_rest:
@@ -220,8 +212,11 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends. With OnSync.DRAIN, running responses end first; with ABORT they are
-        interrupted. With PAUSE only the time-out clock stops: the first bucket of weights pauses the engines."""
+        """Prepare for a weight update, which `set_version` ends.
+
+        DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops the timeout clock: the first bucket of weights pauses the
+        engines.
+        """
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -249,10 +244,7 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Generate and score every validation prompt of every domain. Batches and weight updates continue meanwhile.
-
-        Failures are reported, not replaced. `sampling`: by domain.
-        """
+        """Generate and score all validation prompts, beside training batches. Failures are reported, not replaced."""
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
@@ -289,9 +281,7 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Present tokens and scores of the samples of groups that were unfinished in `state`, by group and index. `state`: saved state of
-        this service, from this batch or the last one. Deterministic runs keep complete groups only; the samples of all other groups start
-        again."""
+        """Return present tokens and scores of samples that were unfinished in `state`, by group and index."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():
@@ -304,7 +294,7 @@ class RolloutService:
         return found
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
-        """Restore a state; domains that it lacks start from their beginning. `saved`: samples that continue."""
+        """Restore a state. `saved`: samples that continue."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
@@ -320,6 +310,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Drop failed samples, and groups in which all have failed."""
+    """Copy the groups without failed samples; drop groups left empty."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

@@ -10,13 +10,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hi
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
-"""Causes of staleness: responses or scores were unfinished, or no batch had a place for the finished group."""
+"""Causes of staleness: the group was unfinished, or no batch had a place for it."""
 
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. An annotation holds the metric's name in the metric table and, for means, the name of the
-    field that counts the summed items."""
+    """Statistics of one domain in one batch. Annotations: the metric's name and, for means, the field that counts the items."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
@@ -24,10 +23,9 @@ class DomainStats:
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
     """Filtered groups by cause: LOW, HIGH, FUNCTION (filters.py)."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
-    """Stale groups by cause: UNFINISHED, SURPLUS."""
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
-    """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
+    """Groups without a surviving sample or greedy baseline, each replaced by another prompt."""
     timed_out_groups: Annotated[int, "rollout/timed_out_groups"] = 0
     scored: Annotated[int, "rollout/scored_samples"] = 0
     accepted: Annotated[int, "rollout/samples"] = 0
@@ -50,11 +48,10 @@ class DomainStats:
     failures: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
-    """Sum of each reward term over the accepted samples, if scores have several terms."""
+    """Sum of each reward term over the accepted samples."""
     episodes: int = 0
     """Accepted samples that an environment played."""
     of_episodes: dict[str, float] = field(default_factory=dict)
-    """Sum of each metric of these episodes."""
 
     @property
     def requests(self) -> int:
@@ -77,9 +74,9 @@ class RolloutStats:
     """Weight version of the engines when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """Seconds from the start of the batch to the last response; scoring runs at the same time."""
+    """Seconds from the start of the batch to the last response."""
     reward_tail_s: float = 0.0
-    """Seconds from the last response to the last score: the time that scoring took beyond generation."""
+    """Seconds from the last response to the last score."""
 
     @property
     def tokens(self) -> int:
@@ -91,8 +88,6 @@ class RolloutStats:
 
 
 class RunTotals:
-    """Sums of statistics over the run, and each domain's share of every sum."""
-
     TOTALS: ClassVar = (
         ("scored_samples", "scored", "scored_share"),
         ("generated_tokens", "response_tokens", "generated_share"),
@@ -100,14 +95,13 @@ class RunTotals:
         ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """(name of a sum in checkpoints, field of DomainStats that is summed, field of DomainStats for the domain's share of the sum)."""
+    """Rows: name of a sum in checkpoints, summed field of DomainStats, field for the domain's share."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
         self._sums = {total: dict.fromkeys(names, 0) for total, _, _ in self.TOTALS}
 
     def add(self, stats: RolloutStats) -> None:
-        """Add one batch's statistics, and fill in the domains' shares."""
         for total, number, share in self.TOTALS:
             sums = self._sums[total]
             for name, domain in stats.domains.items():
@@ -119,14 +113,11 @@ class RunTotals:
         return {total: dict(sums) for total, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore totals; domains that the state lacks start at zero."""
         for total, sums in self._sums.items():
             sums.update({name: count for name, count in state[total].items() if name in sums})
 
 
 class Progress(NamedTuple):
-    """Numbers of samples of one domain in the current batch."""
-
     generated: int
     scored: int
     wanted: int
@@ -134,7 +125,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. An event counts in the batch during which it happens, so a slow sample may count in several."""
+    """Collects statistics per batch, by the time of each event: a slow sample may count in several batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -157,7 +148,6 @@ class Recorder:
         return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
-        """Progress of each domain. `wanted`: domain -> (groups, samples per group)."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]
@@ -191,14 +181,13 @@ class Recorder:
 
 
 def commonest(causes: Counter[str]) -> str:
-    """Most common cause and its count, on one line of limited length."""
+    """Return the most common cause and its count, on one line."""
     cause, count = causes.most_common(1)[0]
     return f"{count} of them: {' '.join(cause.split())[:200]}"
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Cause of a group's loss; None if it is not lost. A failed greedy baseline loses the group, since a score of 0 must not replace the
-    missing one."""
+    """Return the cause of a group's loss (all samples, or its greedy baseline, failed); None if not lost."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -1,5 +1,4 @@
-"""Supplies: policies that decide how early prompts start, before training needs them. Time is counted in requested batches; training
-requests one when it has finished the last."""
+"""Supplies: policies for how early prompts start before training needs them. Time is counted in requested batches."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ class OnSync(StrEnum):
     """Treatment of running responses at a weight update."""
 
     DRAIN = "drain"
-    """Responses end first; no new request is sent meanwhile."""
+    """Responses end first."""
     PAUSE = "pause"
-    """Engines pause, then continue running responses with the new weights and a new KV cache."""
+    """Engines pause, then continue running responses with the new weights."""
     ABORT = "abort"
-    """Responses are interrupted and continue from their tokens on any engine, with a new KV cache."""
+    """Responses are interrupted and continue from their tokens on any engine."""
 
 
 class Supply(Protocol):
@@ -29,11 +28,11 @@ class Supply(Protocol):
 
     @property
     def whole_batches(self) -> bool:
-        """True if batches are generated one at a time; with OnSync.DRAIN each has one weight version."""
+        """True if batches are generated one at a time."""
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:
-        """Number of batches, from the run's first, whose prompts may start by now. `asked`: batches requested; `handed_out`: delivered."""
+        """Return the number of batches whose prompts may start. `asked`: batches requested. `handed_out`: batches delivered."""
         ...
 
 
@@ -50,7 +49,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts start when the batch before it is handed out."""
+    """Generates the next batch during training: its prompts start when the batch before is handed out."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -61,11 +60,7 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts prompts one by one as others end, as far ahead as max_staleness allows.
-
-    At most max_staleness + 1 batches are started and untrained. So no group becomes too old: while one is slow its batch waits, and no
-    further prompts start.
-    """
+    """Starts prompts as others end. At most max_staleness + 1 batches are started and untrained, so no group becomes too old."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
@@ -86,10 +81,9 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """Prompts started for a batch, as a multiple of its size. Only for the synchronous supply, since others would drop the surplus as too
-    old in every step."""
+    """Prompts started for a batch, as a multiple of its size (synchronous supply only)."""
     engines_rest: bool = False
-    """True if engines are offloaded between batches. All responses are interrupted before that, so none runs at a weight update."""
+    """True if engines are offloaded between batches, after all responses are interrupted."""
 
 
 SYNCHRONOUS = Pacing()
@@ -104,9 +98,9 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""A log-prob pass that starts before the batch is complete takes at least 1/LEAST_SHARE of the batch's groups."""
+"""Minimum fraction, 1/LEAST_SHARE, of a batch's groups for a log-prob pass before the batch is complete."""
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Minimum number of finished groups for a log-prob pass while the batch is still incomplete (rollout.stream_log_probs)."""
+    """Return the minimum finished groups for a log-prob pass on an incomplete batch."""
     return -(-prompts_per_step // LEAST_SHARE)

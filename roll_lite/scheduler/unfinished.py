@@ -1,4 +1,4 @@
-"""Samples of unfinished groups in checkpoints: a resumed run continues them with their tokens."""
+"""Samples of unfinished groups in checkpoints, continued by a resumed run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from roll_lite.data.samples import (
 
 @dataclass(frozen=True)
 class SavedSample:
-    """State of a sample at a checkpoint: its tokens so far, and its score if it is complete."""
+    """State of a sample at a checkpoint: its tokens so far, and its score if complete."""
 
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """None: the sample is not complete. It waits for its score or, if the finish reason is ABORT, its first response continues."""
+    """Outcome of a complete sample. None: the sample waits for its score or, with finish reason ABORT, its first response continues."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
@@ -45,7 +45,6 @@ class SavedSample:
 
     @property
     def response(self) -> Turn | None:
-        """First response, if it was interrupted and continues; otherwise None."""
         if self.outcome is not None or self.transcript.finish_reason is not FinishReason.ABORT:
             return None
         last, text, tokens = self.transcript.segments[-1], self.transcript.text, self.transcript.tokens
@@ -53,13 +52,12 @@ class SavedSample:
 
 
 SavedGroups = Mapping[int, Mapping[int, SavedSample]]
-"""Saved samples by the number of their group, and by their index in it."""
+"""Saved samples by group number and index in the group."""
 NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """A sample to save. While an engine generates the response, the sample's tokens are those of `request`, followed by those of
-    `parts`."""
+    """Sample to save. During generation, its tokens are those of `request`, then those of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None
@@ -67,8 +65,7 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """State of a sample while its first response is generated. `first`: the original request; `request`: the one at the engine, which
-        may continue the first."""
+        """Return a sample's state while its first response is generated. `first`: original request. `request`: the one at the engine."""
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]

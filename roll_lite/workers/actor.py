@@ -1,4 +1,4 @@
-"""The worker that trains the policy."""
+"""Worker that trains the policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages of one rank, with metric sums, which add up over ranks, and peaks (minima and maxima), which do not."""
+    """Advantages of one rank, with metric sums (additive over ranks) and peaks (minima and maxima)."""
 
     block: Block
     sums: dict[str, float]
@@ -41,7 +41,7 @@ class CreditReport:
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""algorithm.routing_replay -> column with the MoE experts to use in updates; None: the model's router chooses."""
+"""Column with the MoE experts to use in updates, by algorithm.routing_replay; None: the model's router chooses."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -75,14 +75,13 @@ class ActorWorker(ModelWorker):
 
     @staticmethod
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
-        """Columns read in training, some only for metrics: KL to the reference, log-prob mismatch with the engine."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         replayed = REPLAYED_COLUMN[algorithm.routing_replay]
         needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages (and the critic's targets) of this rank's rows. Collective over head ranks (one per data-parallel rank)."""
+        """Compute advantages and the critic's targets. Collective over head ranks (one per data parallel rank)."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -99,12 +98,10 @@ class ActorWorker(ModelWorker):
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> list[str]:
-        """Save the LoRA adapters; returns the names of the files that this rank wrote."""
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch; stop early if an update moved the policy too far (early_stop_kl). `kl_coef`: KL
-        coefficient in the loss."""
+        """Train on every mini-batch of every epoch; stop early if an update moved the policy too far (early_stop_kl)."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
@@ -142,7 +139,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains LoRA adapters. With the adapters switched off, it also computes the reference's log-probs."""
+    """Actor that trains LoRA adapters. With the adapters off, it also computes the reference's log-probs."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -168,7 +165,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """True if the mean KL per token of an update exceeds the limit or is NaN. The sums are equal on all ranks, so all stop together."""
+    """Return True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
@@ -176,5 +173,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop metrics of the log-prob mismatch between engine and trainer: after an update they would include the update's effect."""
+    """Drop metrics of log-prob mismatch: after an update they would include its effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

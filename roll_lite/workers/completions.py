@@ -1,4 +1,4 @@
-"""Passes requests to an inference engine and returns responses, with their tokens in tables (token blocks)."""
+"""Passes requests to an inference engine and returns responses, with their tokens in token blocks (tables)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy token put before a part of a response: token blocks store no log-prob for a row's first token. `joined_block` drops it."""
+"""Dummy first token of a part: token blocks store no log-prob for a row's first token."""
 
 
 TURN_LINGER_S = 0.005
@@ -36,8 +36,6 @@ class _Ready(NamedTuple):
 
 
 class CompletionPump:
-    """Passes requests to an engine, and keeps completions until they are fetched."""
-
     def __init__(
         self,
         strategy: InferenceStrategy,
@@ -46,8 +44,7 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """`fetch`: gets the token block behind a reference. `linger_s`: see `collect`. `columns`: names from EXTRA_COLUMNS to write.
-        `engine`: the engine's number."""
+        """Store the settings: `fetch` reads the token block of a reference, `linger_s` is used by `collect`."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -57,18 +54,15 @@ class CompletionPump:
         self._tokens_waiting = 0
         self._left_over = False
         self._before: dict[str, list[TokenRecord]] = {}
-        """Earlier turns and prompt of each outstanding request."""
         self._wanted: set[str] = set()
-        """Outstanding requests whose response ids are returned with the turn."""
         self._entering: set[str] = set()
-        """Requests whose earlier turns are being fetched."""
         self._generated: dict[str, int] = {}
-        """Response tokens so far, of requests that made progress since the last `collect`."""
+        """Response tokens so far of requests with progress since the last `collect`."""
         self._changed = asyncio.Event()
         self._running: set[asyncio.Future[Completion]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: the engine starts only when it has all of them, which makes batches reproducible."""
+        """Give requests to the engine. `frozen`: the engine starts only when it has all of them, for reproducible batches."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         self._wanted.update(request.request_id for request in requests if request.wants_ids)
@@ -81,8 +75,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with the tokens of its earlier turns (`context`) before its prompt. If the process that held them has died,
-        answer the request as failed and return None."""
+        """Return the request with its earlier turns' tokens; None, after failing the request, if they are lost."""
         if request.context is None:
             return request
         try:
@@ -126,7 +119,7 @@ class CompletionPump:
 
     def _push(self, completion: Completion) -> None:
         before = self._before.pop(completion.request_id, None)
-        if before is not None:  # not answered before, by an abort
+        if before is not None:  # otherwise an abort has answered the request
             self._entering.discard(completion.request_id)
             self._make_ready(_Ready(completion, before))
 
@@ -136,7 +129,6 @@ class CompletionPump:
         self._changed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort requests; None: all. Requests that the engine is running end with the tokens generated so far."""
         for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
             self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
         await self._strategy.abort(request_ids)
@@ -150,8 +142,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and token blocks. Waits for the first completion, then `linger_s` for more.
-        Completions that do not fit into `most_blocks` blocks are left for the next call."""
+        """Return completions and progress since the last call, and token blocks. Wait for the first completion, then `linger_s` for
+        more."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

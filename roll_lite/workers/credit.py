@@ -1,7 +1,4 @@
-"""Computes the advantages of one rank's rows: turns reward and KL into token rewards, and these into advantages. Also computes metrics.
-
-Group baselines and whitening need the global batch, so all ranks exchange numbers, even ranks without rows.
-"""
+"""Advantages of one rank's rows. Group baselines need the global batch, so all ranks exchange numbers, even ranks without rows."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data-parallel ranks: returns their tensors [rows, n] in rank order; numbers of rows may differ or be 0."""
+"""All-gather over data parallel ranks: returns their tensors [rows, n] in rank order; row counts may differ or be 0."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +32,18 @@ class Credit:
 
     advantages: torch.Tensor
     returns: torch.Tensor | None
-    """The critic's targets; None without a critic."""
     kl: torch.Tensor | None
-    """KL(policy || reference) of each token, without coefficient; None if the reward has no KL penalty."""
+    """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: minus coef * the row's KL, plus the score in a sample's first row. A sample's rows sum up to its reward."""
+    """[B] float64: score in a sample's first row, minus coef * KL. A sample's rows sum up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """True if a forward pass before the updates measures entropy and the log-prob mismatch with the engine; else the first update does."""
+    """Return True if a forward pass before the updates measures entropy and mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
 def credit_columns(algorithm: AlgorithmConfig) -> Columns:
-    """Columns that credit assignment and its metrics read and write."""
     reads = ["response_mask", "reward", "group", "train_weight", "truncated", "domain_number"]
     if compared_before_training(algorithm):
         reads += ["rollout_log_probs", "old_log_probs", "old_entropy"]
@@ -68,7 +63,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute Credit from the columns of credit_columns. Collective over head ranks (one per data-parallel rank)."""
+    """Compute Credit from the columns of credit_columns. Collective over head ranks (one per data parallel rank)."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -78,8 +73,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that computes (mean, 1 / standard deviation) over the global batch's training tokens. Rows with non-finite values
-    are left out: they would spoil all other advantages."""
+    """Return a function for (mean, 1 / standard deviation) over the global batch's training tokens, without rows of non-finite values."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -102,26 +96,25 @@ def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
 
 
 Estimate = tuple[torch.Tensor, torch.Tensor | None]
-"""(advantages [B, T-1] float32, the critic's targets [B, T-1] or None)"""
+"""Advantages [B, T-1] float32, and the critic's targets [B, T-1] or None."""
 
 
 class Turns(NamedTuple):
     """Responses of this rank's rows, in order."""
 
     rows: torch.Tensor
-    """[turns] int64."""
+    """Row of each response, [turns] int64."""
     starts: list[int]
-    """Index of each response's first token in the mask; `ends`: of the one after its last."""
+    """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the tokens that the response answers (the prompt, or the environment's messages)."""
+    """[turns] float64: hash of the tokens that the response answers."""
     rewards: torch.Tensor
-    """[turns] float64: without KL."""
+    """[turns] float64: rewards without KL."""
 
 
 class _Task:
-    """Inputs of the advantage estimators. Scores and KL may differ by a factor of millions, so they are summed in float64; only earlier
-    turns' rewards are added to the token's KL in float32."""
+    """Inputs of the advantage estimators. Scores and KL are summed in float64: they may differ by a factor of millions."""
 
     def __init__(
         self,
@@ -133,17 +126,17 @@ class _Task:
         gather: Gather,
         whitening: Whitening | None,
     ) -> None:
-        """`scale`: factor of the turns' rewards; other rewards are already shaped."""
+        """Multiply turn rewards by `scale`; other rewards are already shaped."""
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
         """[B] reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.early_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32: minus coef * KL, plus rewards of turns before the last; None if there are neither."""
+        """[B, T-1] float32: rewards of earlier turns minus coef * KL; None without both."""
         self.turn_rewards: torch.Tensor | None = None
         """[B, T-1] rewards of turns before the last."""
         self.at_end = self.score
-        """[B] score without the rewards of earlier turns: the reward of the last token."""
+        """[B] reward of the last token: the score without earlier turns' rewards."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
@@ -152,10 +145,8 @@ class _Task:
             self.at_end = self.score - paid.sum(1, dtype=torch.float64)
             self.early_rewards = paid if self.early_rewards is None else self.early_rewards + paid
         self.penalty = torch.zeros_like(self.score) if kl is None else kl_coef * row_moments(kl, rows.mask)[:, 1]
-        """[B] KL penalty of each row."""
         self.branch = rows.columns.get("branch", torch.zeros_like(self.score, dtype=torch.int64))
         self.whitening = whitening
-        """Function that computes the statistics for whitening; None: advantages are not whitened."""
         self.groups = rows.columns["group"].long()
         self._data_rank, self._gather = data_rank, gather
 
@@ -164,8 +155,6 @@ class _Task:
         return formulas.policy_token_counts(self.mask)
 
     def everyone(self) -> SampleTable:
-        """Table of all ranks' samples, since a group's rows may be on several ranks. Numbers are sent as float64, which holds them
-        exactly."""
         trains = self.columns["train_weight"] > 0
         own = [self.score, self.penalty, self.groups.double(), self.policy_tokens.double(), trains.double()]
         if branched := "branch" in self.columns:
@@ -180,13 +169,12 @@ class _Task:
         return SampleTable(score - penalty, score, groups.long(), policy_tokens.long(), trains.bool(), local)
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-gather a table; returns the rows of all ranks, and the indices of this rank's."""
         parts = self._gather(own)
         before = sum(len(part) for part in parts[: self._data_rank])
         return torch.cat(parts), torch.arange(before, before + len(own))
 
     def turns(self) -> Turns:
-        """Responses of this rank's rows: runs of the policy's tokens."""
+        """Return the responses of this rank's rows: runs of policy tokens."""
         rows, starts, ends, states, rewards = [], [], [], [], []
         for row, mask in enumerate(self.mask.numpy()):
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
@@ -204,7 +192,6 @@ class _Task:
         return Turns(whole, starts, ends, torch.tensor(states, dtype=torch.float64), torch.tensor(rewards, dtype=torch.float64))
 
     def before_kl(self, everyone: SampleTable) -> torch.Tensor | None:
-        """Rewards of all samples without KL; None if no KL is subtracted."""
         return everyone.scores if self.subtracts_kl else None
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
@@ -233,8 +220,7 @@ def _reinforce(task: _Task, gamma: float) -> Estimate:
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
-    """REINFORCE on token rewards. `baseline` "group": the group's mean score is first subtracted from the score; the KL is left as it
-    is."""
+    """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
     at_end = task.at_end
     if baseline == "group":
         everyone = task.everyone()
@@ -311,7 +297,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Estimators by their names in the configuration. Other settings are passed as keyword arguments."""
+"""Estimators by configuration name; other settings are keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)
@@ -323,7 +309,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 def credit_metrics(
     rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
 ) -> tuple[dict[str, float], dict[str, float], SampleSums]:
-    """Metric sums, peaks (minima, maxima), and log-prob differences between engine and trainer by sample."""
+    """Return metric sums, peaks (minima, maxima), and log-prob differences between engine and trainer by sample."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:

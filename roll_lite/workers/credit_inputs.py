@@ -28,7 +28,7 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: sample of each of this rank's rows, of which several may be one sample (an agent's branches).
+    """[B] int64: sample of each of this rank's rows; several rows may be one sample (an agent's branches).
     `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
@@ -57,8 +57,10 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Returns (advantages, the critic's targets or None), [B, T-1], 0 where masked. If the estimator returns one
-    number per sample, every policy token gets it."""
+    """Call the user's estimator. Return (advantages, critic's targets or None), [B, T-1], 0 where masked.
+
+    A number per sample is given to all its policy tokens.
+    """
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

@@ -1,4 +1,4 @@
-"""Engine that spans nodes: its InferWorker runs on the first node, an actor on each of the others."""
+"""Engine that spans nodes: InferWorker on the first node, an actor on each further node."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interfac
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0
-"""Time for the parts' clean-up before they are killed."""
+"""Seconds for the parts' clean-up before they are killed."""
 
 
 def own_address() -> str:
-    """Address at which other nodes reach this one. Also sets gloo's interface."""
+    """Return the address at which other nodes reach this one, and set gloo's interface to it."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address
 
 
 class EnginePartWorker(AsyncWorker):
-    """Part of an engine on one node. The InferWorker that created the part calls it; the part ends with that worker."""
+    """Part of an engine on one node, called by the InferWorker that created it; ends with that worker."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -59,8 +59,6 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """Starts, watches and ends an engine's parts on further nodes. `options`: Ray options of each part."""
-
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
         address = own_address()
         self._meeting = reserve_port(address)
@@ -73,7 +71,7 @@ class EngineParts:
         self.lost: str | None = None
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Start all parts and the first node's engine (`engine`) together, since each waits for the others."""
+        """Start all parts and `engine` (the first node's) together, since each waits for the others."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -91,8 +89,10 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the starting parts; if one dies, kill this node's engine processes, which would wait for it forever. Runs in a thread,
-        since a starting engine may block the event loop."""
+        """Watch starting parts. If one dies, kill this node's engine processes, which would wait forever.
+
+        Runs in a thread: a starting engine may block the event loop.
+        """
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)
@@ -118,7 +118,6 @@ class EngineParts:
         raise AssertionError("until_death returned")
 
     async def shutdown(self) -> None:
-        """Let the engine's parts on other nodes clean up, then kill them."""
         asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
         try:
             if asked:

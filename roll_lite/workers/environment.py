@@ -1,4 +1,4 @@
-"""Environment workers: processes in which episodes are played, and their pool in the rollout service."""
+"""Environment workers: processes that play episodes, and their pool in the rollout service."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Time after turn_timeout_s in which a worker must report the time-out; otherwise it counts as lost."""
+"""Seconds after turn_timeout_s for a worker to report the timeout, before it counts as lost."""
 
 
 class EnvironmentWorker:
-    """Asynchronous actor that plays the episodes of one domain."""
-
     _player: Player
 
     def __init__(self, model: Path, domain: DomainConfig, name: str) -> None:
@@ -43,8 +41,7 @@ class EnvironmentWorker:
         self._name = name
 
     async def prepare(self) -> tuple[list[int], str | None]:
-        """Import the environment and load the tokenizer; returns the token ids of CANNED_RESPONSE, and a note for the user. ValueError for
-        a mistake in the configuration."""
+        """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user."""
         tokenizer = load_tokenizer(self._model)
         host = ray.util.get_node_ip_address()
         self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, f"domains.{self._name}", host)
@@ -55,7 +52,7 @@ class EnvironmentWorker:
         self._player.tell(orders)
 
     async def events(self) -> tuple[list[Event], int]:
-        """Events since the last call, and the number of calls that hang in threads."""
+        """Return events since the last call, and the number of calls that hang in threads."""
         return await self._player.events(POLL_SECONDS), self._player.stuck
 
     async def place(self) -> Place:
@@ -65,17 +62,15 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if no other episode was in the process that died, so this one may have killed it."""
+    """True if the dead process ran no other episode, so this one may have killed it."""
 
 
 @dataclass(eq=False)
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
-    """Events of the episode, and errors of its requests."""
     since: float | None
-    """Time since which the environment works; None: the policy responds."""
+    """Time since which the environment works; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Requests under way."""
 
 
 class PooledEnvironment(ActorMember):
@@ -95,7 +90,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Send an order, in one call with all others of this turn of the event loop."""
+        """Send an order, together with all others of this turn of the event loop."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)
@@ -107,11 +102,11 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain, each in the worker with the fewest. A lost worker is replaced; its episodes start again."""
+    """Plays the episodes of one domain, each in the worker with the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: episodes wait for one of `parallel` places. In deterministic runs they must not, since requests are sent only when all
-        samples wait for a response."""
+        """Let episodes wait for one of `parallel` places if `limited`; not in deterministic runs, which send requests only when all
+        samples wait."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment
@@ -123,7 +118,6 @@ class EnvironmentPool:
         self._places = asyncio.Semaphore(self._settings.workers * self._settings.parallel) if limited else nullcontext()
 
     async def start(self) -> None:
-        """Start all workers. ValueError for a mistake in the environment's configuration."""
         try:
             await self._fleet.start()
         except SlowStart as slow:
@@ -142,7 +136,6 @@ class EnvironmentPool:
     # ------------------------------------------------------------ episodes
 
     async def play(self, prompt: Prompt, conversation: Conversation) -> None:
-        """Play an episode; implements `scheduler.runner.Episode`."""
         async with self._places:
             try:
                 await self._fleet.in_service()
@@ -190,7 +183,7 @@ class EnvironmentPool:
             running.events.put_nowait(error)
 
     async def problem(self, prompts: Sequence[Prompt]) -> str | None:
-        """Play episodes with canned responses. Error message if all fail, otherwise None: a single failure may be a bad row."""
+        """Play episodes with canned responses. Return an error message if all fail; a single failure may be a bad row."""
         causes = await asyncio.gather(*map(self._trial_failure, prompts))
         if not all(causes):
             return None

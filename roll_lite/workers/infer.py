@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
-"""Time for a dead engine's clean-up before its end is reported."""
+"""Seconds for a dead engine's clean-up before its end is reported."""
 PULSE_SECONDS = 2.0
-"""Pause between a heartbeat's answer and the next heartbeat."""
+"""Seconds between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum token blocks (tables of samples' tokens) returned by one call."""
+"""Maximum token blocks (tables of samples' tokens) per call."""
 POLL_SECONDS = 10.0
-"""A call for completions returns after this time even without completions."""
+"""Seconds after which a call for completions returns without any."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -48,7 +48,7 @@ async def fetch_block(reference: Any) -> DataProto:
 
 
 class InferWorker(AsyncWorker):
-    """Worker of an engine replica: every method runs in the process's event loop, beside the engine's own work."""
+    """Worker of an engine replica; its methods share the event loop with the engine."""
 
     lives_alone: ClassVar[bool] = True
     build = staticmethod(build_engine)
@@ -56,7 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: for each replica, Ray options of the actors on its further nodes."""
+        """Ray options in `parts`: actors on further nodes, by replica."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -67,10 +67,9 @@ class InferWorker(AsyncWorker):
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
         self._version = 0
-        """Version of the weights last announced."""
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine if it is this replica's turn (rank % turns == turn)."""
+        """Start the engine in this replica's turn (rank % turns == turn)."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -83,11 +82,10 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Wait until the engine has started. While it starts, this process may be too busy to answer."""
+        """Wait until the engine has started; until then, this process may be too busy to answer."""
         await self._ready.wait()
 
     async def _watch(self) -> None:
-        """Watch the engine, whose processes may die while this one lives."""
         cause = await self._strategy.life.until_dead()
         if self._parts is not None and self._watching_parts is not None:
             # Workers on different nodes fail together; either may be noticed first.
@@ -110,8 +108,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return everything that finished since the last call, then `most_blocks` token blocks, padded with None. Ray makes the caller the
-        owner of returned objects, so they outlive this process."""
+        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns the objects, so
+        they outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -119,7 +117,7 @@ class InferWorker(AsyncWorker):
         await self._pump.abort(request_ids)
 
     async def forget_requests(self) -> None:
-        """Abort and drop all requests: the rollout service that sent them is gone."""
+        """Abort and drop all requests: their rollout service is gone."""
         with suppress(Exception):  # a dead engine has none
             await self._pump.forget()
 
@@ -129,7 +127,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the weights. An update that breaks off must be repeated, see InferenceStrategy."""
+        """Update the weights; an interrupted update must be repeated (InferenceStrategy)."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -139,8 +137,7 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Start to record the engine's workers with torch's profiler or, with a folder, write the recordings. Returns what failed, by
-        worker; empty texts if nothing."""
+        """Start a profiler recording of the engine's workers or, with a folder, write it. Return failures by worker, empty if none."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -150,7 +147,7 @@ class InferWorker(AsyncWorker):
         await self._of_engine(self._strategy.offload(parts))
 
     async def leave_device(self) -> None:
-        """Offload everything. After a weight update that broke off, do nothing: it must be repeated before anything can leave."""
+        """Offload everything, except after an interrupted weight update, which must be repeated first."""
         if self._strategy.life.state is not EngineState.HALF_UPDATED:
             await self.offload(tuple(EngineMemory))
 
@@ -172,12 +169,13 @@ class InferWorker(AsyncWorker):
         return Transferred(seconds=seconds or {})
 
     async def give_up(self, cause: str) -> None:
-        """Declare the engine dead, because it hangs or has failed."""
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work; MemberLost if it failed because the engine is dead. A living engine that raises is given up, except with
-        the run's first weights: then all engines would raise."""
+        """Await the engine's work. Raise MemberLost if the engine is dead.
+
+        A living engine that raises is given up, except with the run's first weights: then all engines would raise.
+        """
         try:
             return await work
         except Exception as error:  # a process edge: it becomes the cause
@@ -189,18 +187,18 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet: an engine or, after its loss, the replacement that the driver starts."""
+    """Member of the rollout service's Fleet: an engine or, after its loss, its replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
-        """`is_absent`: the engine is lost already; only a replacement will serve."""
+        """Mark the engine as lost if `is_absent`: only a replacement will serve."""
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """Replacements, already started; MemberLost if none will come."""
+        """Started replacements; MemberLost if none will come."""
         self._is_first = not is_absent
 
     async def start(self) -> None:
-        """Wait until the engine has started or, after a loss, a replacement has. MemberLost if none will come."""
+        """Wait until the engine or, after a loss, a replacement has started. Raise MemberLost if none will come."""
         if self._is_first:
             self._is_first = False
             await self.engine.start()
@@ -209,7 +207,7 @@ class EngineSeat:
         if isinstance(successor, MemberLost):
             self.successors.put_nowait(successor)  # for further attempts
             raise successor
-        self.engine = successor  # if it is dead already, `until_lost` says so, and another one comes
+        self.engine = successor  # if it is dead already, `until_lost` reports it and another replacement comes
 
     async def until_lost(self) -> str:
         return await self.engine.until_lost()
@@ -221,7 +219,8 @@ class EngineSeat:
 class RemoteEngine(BatchedEngine):
     """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once.
 
-    `silence_s`: time in which the worker must answer a heartbeat; None: unlimited."""
+    `silence_s`: heartbeat timeout; None: unlimited.
+    """
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)
@@ -229,7 +228,6 @@ class RemoteEngine(BatchedEngine):
         self._heartbeat = Heartbeat(self._ask_place, silence_s, PULSE_SECONDS)
         self._place: Place | None = None
         self._blocks = 1
-        """Token blocks to request next."""
 
     async def start(self) -> None:
         await self._worker.until_ready.remote()
@@ -241,8 +239,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait until the worker leaves a heartbeat unanswered; returns the cause of its loss. A living worker answers even during long
-        prefills and weight updates."""
+        """Wait for an unanswered heartbeat; return the cause of loss. A living worker answers even during long prefills."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 
@@ -260,7 +257,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even a stopped one: if it woke up later, it would serve old weights."""
+        """Kill the worker, even a stopped one, which could later serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

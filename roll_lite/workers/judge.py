@@ -1,4 +1,4 @@
-"""LLM judges started by the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
+"""LLM judges of the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port
 
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 5.0
-"""Interval and time-out of health checks."""
+"""Interval and timeout of health checks, in seconds."""
 SILENCE_SECONDS = 120.0
-"""A server without an answer for this time counts as hanging."""
+"""Seconds without an answer after which a server counts as hanging."""
 
 
 @dataclass(frozen=True)
 class JudgeAddress:
     urls: tuple[str, ...]
     model: str
-    """Model name in requests."""
 
     @staticmethod
     def of(servers: Sequence[JudgeAddress]) -> JudgeAddress:
@@ -40,7 +39,6 @@ class JudgeAddress:
 
 
 def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> RewardConfig:
-    """Fill in the addresses of the judges that a reward and its terms name."""
 
     def known(type_: str, args: dict[str, object]) -> dict[str, object]:
         if type_ != JUDGE or args.get("server") not in judges:
@@ -53,7 +51,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. This object reserves the port, which stays the same after restarts."""
+    """Process of a judge's server. This object reserves the port, which restarts keep."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
@@ -128,7 +126,7 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """Keeps one judge server running. If that fails, the run ends."""
+    """Keeps one judge server running; ends the run if that fails."""
 
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Workers with a model behind a train strategy: base class, reference and critic. The actor is in actor.py."""
+"""Workers with a model behind a train strategy: base class, reference and critic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
 HISTORY_ENTRIES = 100_000
-"""Newest allocations that profile.memory_history keeps, at several KB of host memory each."""
+"""Number of newest allocations that profile.memory_history keeps, at several KB of host memory each."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class ModelRole:
     seed: int
     deterministic: bool
     snapshots: Path = Path("out_of_memory")
-    """Folder for memory snapshots of ranks that run out of it."""
     memory_history: bool = False
 
     @property
@@ -68,12 +67,12 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """One data-parallel rank's part of a step: its rows, and the rows of each mini-batch."""
+    """One data parallel rank's part of a step: its rows, and the rows of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
     supervised: list[DataProto] = field(default_factory=list)
-    """Supervised rows of every mini-batch (data/supervised.py); empty without algorithm.ptx."""
+    """Supervised rows of every mini-batch; empty without algorithm.ptx."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +81,22 @@ class Update:
     result: TrainResult
     peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
-    """Histogram of log-ratios between new and old policy, [domains, bins] (RatioHistogram); None for the critic."""
+    """Histogram of log-ratios between new and old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; only for the first update, if no earlier pass measured them."""
+    """Log-prob differences between engine and trainer, in the first update if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Loss of each of this rank's rows, including supervised ones, by sample number. Filled only for the first of consecutive updates
-    skipped as non-finite, to find the rows at fault."""
+    """Losses of this rank's rows by sample number, to find faulty rows; only for the first of consecutive non-finite updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Columns that optimizer steps read from a batch. `if_there`: columns read only if the batch has them. loss_weight comes with each
-    mini-batch."""
+    """Return columns that optimizer steps read. `if_there`: optional columns."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Batch column that the role can compute -> model output it comes from."""
+    """Model output by batch column that the role can compute."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -135,7 +132,7 @@ class ModelWorker(Worker):
         return self.strategy.take_moved()
 
     def trace(self, folder: Path | None) -> str:
-        """Start to record this rank with torch's profiler or, with a folder, write the recording. Returns what failed; empty if nothing."""
+        """Start a profiler recording of this rank or, with a folder, write it. Return the failure; empty if none."""
         return RECORDER.trace(folder and folder / f"{self.role}-{self.rank}.json.gz")
 
     def take_work(self) -> RankWork:
@@ -154,7 +151,6 @@ class ModelWorker(Worker):
         return self._checkpoint.finish()
 
     def upload_checkpoint(self, folder: Path, target: Path, names: Sequence[str]) -> str | None:
-        """Upload this rank's share of the files that are on its node. Returns the failure; None if there was none."""
         try:
             with reaching(target):
                 for name in self._share_of_node([name for name in names if (folder / name).is_file()]):
@@ -164,7 +160,6 @@ class ModelWorker(Worker):
         return None
 
     def download_checkpoint(self, source: Path, folder: Path, wanted: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """Download this rank's share of the files that its node lacks. Returns sizes and checksums of its share of `wanted`."""
         found = {}
         for name in self._share_of_node(list(wanted)):
             file = folder / name
@@ -175,11 +170,10 @@ class ModelWorker(Worker):
         return found
 
     def keep_checkpoints(self, folder: Path, names: Sequence[str]) -> None:
-        """Remove all checkpoints except `names` from the folder on this node."""
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """This rank's share of `items`, which must be equal on all ranks of its node. Collective."""
+        """Return this rank's share of `items`, which must be equal on all ranks of its node. Collective."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -199,14 +193,13 @@ class ModelWorker(Worker):
         self.strategy.load_copy(ray.get(copies[self.rank]))
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Sizes and checksums of this rank's share of the files: every world_size-th file."""
+        """Return sizes and checksums of this rank's share of the files: every world_size-th file."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
         return {path.name: path.stat().st_size for path in self.strategy.save_hf(folder, average)}
 
     def part_of_file(self, files: Sequence[Path | None], offset: int, nbytes: int, nodes: Collection[str]) -> bytes | None:
-        """Part of this rank's file; None if it has none, or is not on one of these nodes."""
         file = files[self.rank]
         if file is None or Place.here().address not in nodes:
             return None
@@ -215,7 +208,6 @@ class ModelWorker(Worker):
             return opened.read(nbytes)
 
     def remove_files(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """If this rank is on one of the nodes, remove its files (`names[rank]`), and the folder if nothing else is in it."""
         if Place.here().address in nodes:
             for name in names[self.rank]:
                 (folder / name).unlink()
@@ -226,7 +218,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; None except on head ranks (one per data-parallel rank)."""
+        """Compute columns of this rank's rows; return None except on head ranks (one per data parallel rank)."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -258,7 +250,6 @@ class ModelWorker(Worker):
                 yield Update(mini_batch.epoch, result, row_losses=explained)
 
     def _count(self, work: PhaseWork, rows: DataProto, passes: int = 1) -> None:
-        """Count tokens and model FLOPs of a pass over the rows. A backward pass takes as many FLOPs as two forward passes."""
         layout = self.strategy.layout
         part = layout.data_size / layout.world_size
         has_logits = "response_mask" in rows and not isinstance(self.spec.config, CriticRoleConfig)
@@ -267,12 +258,12 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Loss of each row of an update with a non-finite loss, from another forward pass; empty except on head ranks."""
+        """Return each row's loss of a non-finite update, from another forward pass; empty except on head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:
             return {}
-        apart = replace(loss_fn)  # a copy, since the original recorded ratios and peaks in training
+        apart = replace(loss_fn)  # a copy: the original recorded ratios and peaks in training
         losses: dict[int, float] = {}
         for number, sample in enumerate(rows.tensor("sample").tolist()):
             of_row = MicroBatchOutputs(**{name: found.ragged(name).row(number)[None] for name in loss_fn.outputs})
@@ -292,7 +283,6 @@ class ModelWorker(Worker):
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """All-gather rows of the head ranks, in data-rank order."""
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]

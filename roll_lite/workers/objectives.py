@@ -1,8 +1,7 @@
-"""Losses of actor and critic: functions that a worker hands to a strategy's train step.
+"""Losses of actor and critic.
 
-Each returns a micro-batch's share of the loss, sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every
-call), which add up over micro-batches and ranks. `observability/metric_table.py` declares names and divisors; `<name>#<number>` is the sum
-of the domain with this number. Masked entries never contribute, not even NaN: they are first replaced by 0.
+Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over micro-batches and ranks;
+`<name>#<number>` is a domain's sum. Masked entries, even NaN, count as 0.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "curr
 
 @dataclass(eq=False)
 class ActorLoss:
-    """Policy loss with mismatch correction, KL to the reference and entropy bonus. Supervised rows (ptx_weight > 0) have cross-entropy
-    instead."""
+    """Policy loss with mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows (ptx_weight > 0)."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
@@ -50,17 +48,15 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """Compute the entropy, for its metric, even if no bonus needs it."""
+    """True: compute the entropy for its metric, even without a bonus."""
     domains: int = 1
-    """Number of domains. Rows without the column domain_number belong to domain 0."""
+    """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
-    """Optional inputs (GIVEN_TO_LOSSES) that a user's loss asks for."""
     mismatch: RowSums = field(init=False)
-    """Collects each sample's log-prob differences between engine and trainer."""
+    """Log-prob differences between engine and trainer, by sample."""
     peaks: Peaks = field(init=False)
-    """Collects mismatch/max and the largest and smallest ratio of new to old policy."""
+    """Peaks: mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
-    """Collects the tokens' log-ratios between new and old policy."""
 
     def __post_init__(self) -> None:
         self.given = given_to(self.policy_loss)
@@ -136,7 +132,7 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Inputs for the user's loss, [B, T-1], 0 where masked; only the entropy has a gradient."""
+        """Return inputs of the user's loss, [B, T-1], 0 where masked; only the entropy has a gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 
@@ -167,7 +163,6 @@ class ActorLoss:
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
     ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
-        """KL to the reference: the loss term, [B, T-1] (None if the loss has none), and metrics."""
         masked = ~micro_batch.mask
         if self.kl_coef > 0 and self.kl_estimator == "full":
             assert outputs.distribution is not None
@@ -192,7 +187,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """Domain number of each row, [B]; 0 without the column."""
+    """Return each row's domain number, [B]; 0 without the column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -200,7 +195,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. Reads the columns values (from which the advantages were computed), returns, loss_weight."""
+    """Clipped value loss. The column `values` holds the values that the advantages used."""
 
     clip: float | None = 0.2
     domains: int = 1
@@ -231,7 +226,6 @@ class CriticLoss:
 
 
 def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Metrics of how far the policy moved, by token. `current`, `old` and results: [B, T-1], 0 where masked."""
     ratio = policy.ratio.double().masked_fill(~mask, 0.0)
     return {
         "actor/tokens": mask,
@@ -248,7 +242,7 @@ def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
 
 
 def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Loss weight of each token, [B, T-1], 0 where masked."""
+    """Return each token's loss weight, [B, T-1], 0 where masked."""
     return micro_batch.mask * micro_batch.columns["loss_weight"][:, None]
 
 
@@ -260,7 +254,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Optional inputs (GIVEN_TO_LOSSES) for which the user's function has parameters, except those set in the configuration."""
+    """Return optional inputs (GIVEN_TO_LOSSES) that the user's function takes."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -273,8 +267,7 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """Configured loss of each token. Rows without policy tokens have loss 0 and no gradient. `given`: further arguments of the user's
-    function."""
+    """Return each token's loss; 0 for rows without policy tokens. `given`: further arguments of the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)
@@ -295,7 +288,7 @@ def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapp
             raise ValueError(f"{where}: {config.function}: {name} is {shape}, expected a tensor {tuple(terms.mask.shape)}")
     if terms.log_probs.requires_grad and torch.is_grad_enabled() and not result.loss.requires_grad:
         raise ValueError(f"{where}: {config.function}: the loss does not depend on terms.log_probs; without a gradient nothing is learned")
-    # If the model itself has gone wrong, the function is not to blame: the strategy leaves such a step out.
+    # If log-probs are not finite, the model is at fault, not the function: the strategy skips such a step.
     broken = ~torch.isfinite(result.loss) & torch.isfinite(terms.log_probs) & terms.mask
     if bool(broken.any()):
         row, token = broken.nonzero()[0].tolist()

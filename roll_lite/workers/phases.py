@@ -1,4 +1,4 @@
-"""Work of a training rank in the phases of a step: seconds, tokens, model FLOPs, and memory. Report of a phase that ran out of memory."""
+"""Seconds, tokens, model FLOPs and memory of a training rank by phase, and a report when memory runs out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
     "MI300X": 1307.0,
 }
-"""Dense bfloat16 TFLOP/s by a part of the device's name; the first match counts. From the makers' data sheets, without sparsity."""
+"""Dense bfloat16 TFLOP/s by part of the device's name (first match), from data sheets, without sparsity."""
 
 REMEDIES = {
     "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute: full or {role}.optimizer.on_host: true; ",
@@ -31,37 +31,32 @@ REMEDIES = {
 }
 """Settings to change if a phase runs out of memory."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
-"""Settings to change whatever the phase."""
+"""Settings to change in every phase."""
 
 
 @dataclass
 class PhaseWork:
     device: str | None
-    """Name of the rank's GPU; None on a CPU."""
     seconds: float = 0.0
     tokens: float = 0.0
-    """Tokens, prompts included. The ranks that share a data-parallel replica each count an equal part of it; so with `flops`."""
+    """Tokens, prompts included. Ranks of one data parallel replica each count an equal part; the same holds for `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes: the GPU memory that torch has allocated and reserved, at its peak, and host memory at the end, "resident". The most of all
-    times when the phase ran."""
+    """Maximum bytes over the phase's runs: GPU memory allocated and reserved by torch, and host memory at the end ("resident")."""
 
     @property
     def peak_tflops(self) -> float | None:
-        """Peak TFLOP/s of the device in bfloat16; None if unknown."""
         return next((peak for name, peak in PEAK_TFLOPS.items() if name in (self.device or "")), None)
 
 
 RankWork = dict[str, PhaseWork]
-"""Work of a rank, by phase."""
 
 
 class RankPhases:
-    """Measures the phases of this rank. They do not nest."""
+    """Measures the phases of this rank, which do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
-        """`name`: ROLE-RANK. `snapshots`: folder for snapshots of the rank's memory. `loaded`: returns the state groups that are on the
-        device."""
+        """Configure memory snapshots: `name` (ROLE-RANK) and folder `snapshots`. `loaded` returns the state groups on the device."""
         self._name = name
         self._snapshots = snapshots
         self._loaded = loaded
@@ -69,7 +64,7 @@ class RankPhases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[PhaseWork]:
-        """Measure time and memory of a block. The block adds its tokens and FLOPs to the object it gets."""
+        """Measure time and memory of a block, which adds its tokens and FLOPs to the yielded object."""
         on_gpu = torch.cuda.is_available()
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
         if on_gpu:
@@ -87,7 +82,6 @@ class RankPhases:
 
     @contextmanager
     def explained(self, phase: str) -> Iterator[None]:
-        """Explain an OutOfMemoryError of the block: where the memory is, and which settings to change."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -104,7 +98,6 @@ class RankPhases:
         )
 
     def _snapshot(self) -> str:
-        """Write a snapshot of the memory that torch manages. Returns where it is or, if it could not be written, why."""
         file = self._snapshots / f"{self._name}.pickle"
         try:
             self._snapshots.mkdir(parents=True, exist_ok=True)
@@ -117,6 +110,5 @@ class RankPhases:
         )
 
     def take(self) -> RankWork:
-        """Return the work since the last call, by phase."""
         done, self._done = self._done, {}
         return done

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Puts a step's dumped tokens into the object store; reads the next step meanwhile."""
+    """Puts a step's dumped tokens into the object store, and reads the next step meanwhile."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()
@@ -53,7 +53,6 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def recorded_stats(recorded: Mapping[str, Any]) -> RolloutStats:
-    """Statistics recorded with the dump, without unknown fields."""
     domains = {name: _known(DomainStats, counts) for name, counts in recorded["domains"].items()}
     return _known(RolloutStats, {**recorded, "domains": domains})
 

@@ -1,4 +1,4 @@
-"""Reward workers: small processes that run reward functions, without torch, and their pool."""
+"""Reward workers, small processes without torch that run reward functions, and their pool."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, sl
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target duration of one call: much longer than a remote call's overhead, but short, since a sample's result waits for the whole call."""
+"""Target seconds of one call: long against a remote call's overhead, short because results wait for the whole call."""
 SLICE_SECONDS = 0.5
-"""A call returns after this time with the samples done so far: a hanging sample does not delay its batch."""
+"""Seconds after which a call returns with finished samples: a hanging sample must not delay its batch."""
 MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""If this many workers are lost in a row, without a score in between, all waiting samples fail."""
+"""Consecutive worker losses without a score after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor, so reward functions run in the process's main thread. A single `async def` method would move them to another
-    thread."""
+    """Synchronous actor: reward functions run in the main thread. A single `async def` method would move them to another thread."""
 
     _scorer: BatchScorer
 
@@ -42,13 +41,11 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Returns whether any function is async, whether any takes lists of samples, and a note for
-        the user."""
+        """Load and warm up the reward functions. Return (any is async, any takes lists of samples, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
-        """Score items, given and returned by number. Unfinished ones are returned by a later call."""
         return self._scorer(items, SLICE_SECONDS)
 
     def place(self) -> Place:
@@ -63,7 +60,6 @@ class PooledWorker(ActorMember):
     def __init__(self, config: RewardConfig, path: str) -> None:
         super().__init__(f"reward {config.name}", RewardWorker, config, path)
         self.under_way: dict[int, RewardJob] = {}
-        """Samples in flight, by their numbers in the worker's calls."""
 
     @property
     def is_busy(self) -> bool:
@@ -92,9 +88,7 @@ class EpisodeRewards:
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     """RewardClient over the reward workers of one domain.
 
-    A function that hangs or kills its process fails its own sample; its worker is replaced, and the call's other samples are scored again.
-    A hang in Python is interrupted inside the worker; other hangs (a stopped process, a call into C) end with the process, when `_call`
-    times out. A worker with an async function takes more samples while others run.
+    A function that hangs or kills its process fails its own sample; the call's other samples are scored again.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -106,7 +100,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         super().__init__(f"{self._path}.workers", members, Policy(config.start_timeout_s, path=self._path))
 
     async def start(self) -> None:
-        """Start and warm up all workers. ValueError for a mistake in the reward's configuration."""
         try:
             await self._fleet.start()
         except SlowStart:
@@ -132,7 +125,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
             await self._call(member, dict(zip(numbers, batch, strict=False)))
 
     async def _call(self, member: PooledWorker, batch: dict[int, RewardJob]) -> None:
-        """Score a batch. Raises if the worker must be replaced: its process died, or a bug left its state unknown."""
         member.under_way |= batch
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
@@ -159,8 +151,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
     # ------------------------------------------------------------ samples
 
     def _join(self, under_way: dict[int, RewardJob]) -> list[RewardJob]:
-        """Take more samples for a worker that is already scoring: its share of the waiting ones, or none if a sample it scores must run
-        alone."""
         if any(job.alone for job in under_way.values()):
             return []
         return self._next(min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1))), joins=True)
@@ -174,7 +164,6 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         return max(1, min(MOST_SAMPLES, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
     def _hand_out(self, member: PooledWorker, scored: Scored, given: int) -> None:
-        """Hand out a call's results; samples without a result wait again. `given`: number of samples newly sent with the call."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):
@@ -194,7 +183,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call. A single sample fails; several are scored again one by one, to find the cause."""
+        """Handle the samples of a failed call: a single sample fails, several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

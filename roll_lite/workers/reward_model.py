@@ -45,11 +45,11 @@ class RewardModelSpec:
 
 
 class NotInitialized(MemberLost):
-    """A restarted process was asked for scores before it had a model."""
+    """Error: a restarted process has no model yet."""
 
 
 class RewardModelWorker(Worker):
-    """Rank of a reward model. Its death does not end the run: its client notices and initializes it again."""
+    """Rank of a reward model. Its death does not end the run: the client initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -71,8 +71,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Score of each text, or the reason it has none. Called on all ranks of a model copy; its head rank returns the results, others
-        None."""
+        """Return each text's score, or the reason for none. Call on all ranks of a model copy; only its head rank returns results,
+        others None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -121,12 +121,12 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Token ids, or the reason the text cannot be scored."""
+        """Return token ids, or the reason why the text cannot be scored."""
         try:
             ids = self._encode(text)
         except Exception as error:  # the model's chat template may raise anything
             return f"the reward model's chat template refuses the messages: {error}"
-        # Like transformers: the output of the last token that is no padding.
+        # Like transformers: the output of the last non-padding token.
         while len(ids) > 1 and ids[-1] == self._padding:
             ids.pop()
         if not ids:
@@ -136,7 +136,7 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Token ids. Special tokens are added only to text that does not begin with BOS; messages get theirs from the chat template."""
+        """Return token ids. Special tokens are only added to text without BOS; the chat template adds those of messages."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

@@ -1,4 +1,4 @@
-"""Clients of reward models: batch samples, and restart model copies that died."""
+"""Clients of reward models, which batch samples and restart dead model copies."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from roll_lite.workers.reward_model import NotInitialized
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 WINDOW_SECONDS = 0.003
-"""Time that an idle copy waits for a full batch."""
+"""Seconds that an idle copy waits for a full batch."""
 RESTART_SECONDS = 600.0
-"""Time limit for processes to start and load the model."""
+"""Timeout in seconds for processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Time limit of one batch on a model copy; longer than the limit of one sample (`timeout_s`)."""
+"""Timeout in seconds of one batch on a model copy; longer than the timeout of one sample (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -57,33 +57,31 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """True if the process died, or was restarted by Ray and has not loaded its model yet."""
+    """Return True if the process died, or was restarted by Ray and has no model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
 class Ranks:
-    """Ranks of a reward model that start and are replaced together (a Member of a Fleet): with Megatron all ranks, with hf each rank alone.
-    The driver owns the processes. Ray restarts dead ones, and `start` loads the model into them."""
+    """Ranks of a reward model that are replaced together: all with Megatron, each alone with hf. Ray restarts their processes, `start`
+    loads the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
         self.copies: list[Copy] = []
         self.guilty: Copy | None = None
-        """Model copy whose failure ended the others, if known."""
         self._actors = list(actors)
         self._places: list[Place] = []
         self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True once the model is loaded. The driver loads it the first time; after ranks have died, `start` does."""
+        """True once the model is loaded: first by the driver, after a loss by `start`."""
         self._is_gone = False
         self._was_killed = False
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """Group a model's ranks by what starts together: with Megatron all ranks, with hf each rank alone. `actors`: all ranks, in
-        order."""
+        """Group a model's ranks: with Megatron all together, with hf each alone."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -100,8 +98,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank is silent or dead. Returns the cause if it is silent; raises MemberLost with the cause if it died or was
-        restarted."""
+        """Wait until a rank is silent or dead. Return the cause of silence; raise MemberLost after death or restart."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -140,7 +137,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. A dead rank is no error when offloading: scoring the next sample will reveal it."""
+        """Load or offload the model. Offloading ignores dead ranks: scoring the next sample will reveal them."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -173,8 +170,7 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of one reward model; batches the samples of all domains. If a copy loses a process, its samples fail with the cause and it is
-    restarted; others serve meanwhile. If no copy is left, waiting samples fail too and may be retried."""
+    """Client of one reward model; batches samples of all domains. A copy that loses a process fails its samples and restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -182,7 +178,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         super().__init__(f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), WINDOW_SECONDS)
 
     async def in_service(self) -> None:
-        """Wait for a copy that can score; RewardFailed if there will never be one."""
+        """Wait for a copy that can score. Raise RewardFailed if none will come."""
         if not self._fleet.is_tended:  # with the first sample: the driver has initialized every rank by then
             self._fleet.tend()
         try:
@@ -199,7 +195,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Wait until all samples are scored, then offload the model (with `offload: true`) until another sample comes."""
+        """Wait until all samples are scored, then offload the model (with `offload: true`) until the next sample."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:
@@ -216,7 +212,6 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size
 
     async def _serve(self, member: Ranks) -> None:
-        """Score batches on all model copies of `member` until one is lost; then the others stop too."""
         await first_of(*(self._serve_copy(copy, member) for copy in member.copies))
 
     async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
@@ -251,8 +246,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers the domain's further terms. ValueError for a mistake in
-    the reward's configuration."""
+    """RewardClient of one domain: a reward model gives the score, reward workers the further terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config
@@ -288,7 +282,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Workers and ranks replaced since the last call. A model that domains share counts for the first caller."""
+        """Return workers and ranks replaced since the last call; a shared model counts for the first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

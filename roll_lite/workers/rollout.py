@@ -1,4 +1,4 @@
-"""The rollout service on Ray: one asynchronous actor that owns prompts, domains, router and reward workers."""
+"""Rollout service on Ray: one asynchronous actor with prompts, domains, router and reward workers."""
 
 from __future__ import annotations
 
@@ -68,26 +68,24 @@ class RolloutSpec:
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
     greedy_baseline: bool = False
-    """Add a greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     steps: int | None = None
-    """Number of steps; nothing is generated beyond them."""
+    """Number of steps, beyond which nothing is generated."""
     engines_rest: bool = False
     engines_restart: bool = False
-    """True if the driver replaces lost engines."""
     engine_silence_s: float | None = None
-    """Time in which an engine's process must answer; None: unlimited."""
+    """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models whose embeddings are trained: setting that names the model -> path. A note warns if prompt tokens have zero embeddings."""
+    """Paths of models whose embeddings train, by setting; prompt tokens with zero embeddings cause a note."""
     columns: tuple[str, ...] = ()
-    """Extra token columns that engines return, as in EngineSpec."""
+    """Extra token columns from engines, as in EngineSpec."""
     nodes: tuple[str, ...] = ()
-    """Ids of the nodes for reward and environment workers; empty: any."""
+    """Node ids for reward and environment workers; empty: any."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A batch for the driver: rows, and references to their tokens."""
+    """Batch for the driver: rows, and references to their tokens."""
 
     rows: DataProto
     blocks: list[Block]
@@ -95,33 +93,29 @@ class RolloutBatch:
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
     """Workers replaced since the last batch, by part (reward, environment) and domain."""
     silences: list[float] = field(default_factory=list)
-    """For each engine lost since the last batch, seconds from its last answer to its loss."""
+    """Seconds from last answer to loss, for each engine lost since the last batch."""
     ledger: bytes = b""
-    """Lines for ledger.jsonl."""
     state: dict[str, Any] = field(default_factory=dict)
-    """State of the rollout service after this batch."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare: with the defaults, scanning the objects of 8,192 samples takes three quarters of the
-time."""
+"""Thresholds for rare garbage collection: with the defaults, scanning the objects of 8,192 samples takes three quarters of the time."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A reward, or a component of it (the base reward or a term), to be tried with a canned response before the engines start."""
+    """Reward, or one component (base reward or term), to test with a canned response."""
 
     domain: str
     place: str
-    """YAML path of the reward or of its component."""
     retries: int
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient | EpisodeRewards
     is_part: bool = False
-    """True if `pool` is an extra RewardPool, which computes only this component (base reward or term) and is closed after the trial."""
+    """True if `pool` is an extra RewardPool for this component, closed after the trial."""
 
     async def problem(self) -> str | None:
-        """Error message if no prompt gets a score, otherwise None: a single failure may be a bad reference answer."""
+        """Return an error message if no prompt gets a score; a single failure may be a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -156,13 +150,11 @@ class RolloutWorker(AsyncWorker):
         self._data_notes: list[str] = []
         self._silences: list[float] = []
         self._left = set[str]()
-        """Engines that leave on purpose: their requests have moved, and their end is not counted as a loss."""
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data, start the reward workers and try them, before any engine starts. `reward_models`: RewardModelWorker actors by
-        model. `judges`: addresses of the run's own judges."""
+        """Read the data, start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
         models = self._spec.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
@@ -180,7 +172,7 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: number -> reason, for engines that are missing until
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: reasons for missing engines, by number, until
         `engine_restarted` adds them."""
         spec = self._spec
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
@@ -195,7 +187,7 @@ class RolloutWorker(AsyncWorker):
                 self._silences.append(seat.engine.silent_s)
             router.engine_lost(seat.name, cause)
 
-        # The fleet only watches: the driver restarts engines, and says when none is left.
+        # The fleet only watches: the driver restarts engines, and reports when none is left.
         policy = Policy(start_timeout_s=None, restarts=None if spec.engines_restart else 0, attempts=1)
         seats = [EngineSeat(client, number in absent) for number, client in enumerate(clients)]
         self._engines = Fleet("actor_infer", seats, policy, lost=lost, down=self.tell_end)
@@ -213,8 +205,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain, and play an episode with it: a broken reward or environment ends the run in
-        seconds."""
+        """Score a canned response to three prompts per domain and play an episode, so that a broken reward ends the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -226,8 +217,7 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """List the rewards to try with a canned response before the engines start. Reward models and judges of this run have not started
-        yet: of a reward that needs one, only the components (base reward, terms) that need none are tried, one by one."""
+        """Return rewards to test before engines start: only components that need no model or judge of this run."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -293,7 +283,7 @@ class RolloutWorker(AsyncWorker):
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Batch of `prompts` prompts: rows of its accepted samples, with references to their tokens."""
+        """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
         await self._reward_models_rest()
@@ -314,8 +304,7 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Rows and tokens of finished groups that will surely be in the current batch, without those whose numbers are `known`; empty if
-        fewer than `least`. Sample numbers differ from those in the complete batch."""
+        """Return rows and tokens of finished groups that the batch will surely contain, without `known`; empty if fewer than `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -327,7 +316,6 @@ class RolloutWorker(AsyncWorker):
         return RemoteEngine(f"actor_infer[{number}]", engine, self._spec.deterministic, self._spec.engine_silence_s)
 
     async def lost_engines(self) -> dict[int, str]:
-        """Lost engines without a replacement in service: number -> cause."""
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
@@ -342,13 +330,12 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move the requests of an engine to other engines, since its node will leave. Returns once the engine has no requests."""
+        """Move an engine's requests to other engines, since its node will leave. Return once it has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
 
     async def engine_given_up(self, number: int, cause: str) -> None:
-        """Give up a lost engine: no replacement will come."""
         self._engines.members[number].successors.put_nowait(MemberLost(cause))
         self._router.give_up(self._engines.members[number].name)
 
@@ -356,8 +343,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates; returns the rows of accepted samples, and statistics of all. `sampling`:
-        by domain."""
+        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         await self._write(self._samples_file("validation", step, result.groups))
@@ -373,7 +359,6 @@ class RolloutWorker(AsyncWorker):
         return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
-        """Wait until earlier files are written, raise errors of that, and start to write these files in a thread."""
 
         def write() -> None:
             for file in files:
@@ -385,7 +370,6 @@ class RolloutWorker(AsyncWorker):
             self._writing = asyncio.create_task(asyncio.to_thread(write))
 
     async def hold(self) -> None:
-        """Hold or interrupt requests for a weight update, until `set_version`."""
         await self._service.hold()
 
     async def set_version(self, version: int) -> None:
@@ -395,12 +379,12 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """File for a checkpoint: samples of the groups that were unfinished in `state`, with their tokens and scores now; b"" if none."""
+        """Return a checkpoint file with tokens and scores of the samples unfinished in `state`; b"" if none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state; returns the number of samples that continue. `unfinished`: file with them."""
+        """Restore a state, with samples of the file `unfinished`; return the number of samples that continue."""
         saved = from_file(unfinished, self._spec.columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))
@@ -418,7 +402,6 @@ class RolloutWorker(AsyncWorker):
 
 
 def first_prompts(domain: Domain) -> list[Prompt]:
-    """Return up to three prompts for trials."""
     last = len(domain.prompts) - 1
     return [domain.prompts[number] for number in sorted({0, last // 2, last})]
 
@@ -428,7 +411,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Sampling parameters for engines. `keep_mask`: return the ids that top-k, top-p or min-p keep, if one of these is configured."""
+    """Return sampling parameters for engines, with `keep_mask` only if sampling is truncated."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

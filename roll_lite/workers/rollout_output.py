@@ -30,7 +30,7 @@ from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Rows of accepted, scored samples, numbered from 0. `temperatures`: by domain."""
+    """Return rows of accepted, scored samples, numbered from 0."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -64,7 +64,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Rows of a validation. `report_by`: domain -> data column (or None). Results are also reported for each value of this column."""
+    """Return rows of a validation. `report_by`: by domain, data column whose values are reported separately (or None)."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -83,7 +83,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Block of references to the rows' tokens. `extra`: further columns."""
+    """Return a block of references to the rows' tokens. `extra`: further columns."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -96,14 +96,13 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Block with the column turn_rewards, numbered as by `rows_of`. `per_turn`: domains that reward turns -> weight of their rewards."""
+    """Return a block with turn_rewards, numbered as in `rows_of`. `per_turn`: reward weights of domains that reward turns."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
 
 
 def weighted_rewards(sample: Sample, per_turn: Mapping[str, float]) -> list[float]:
-    """Rewards of a sample's responses; zeros in domains that do not reward turns."""
     episode = sample.transcript.episode
     weight = per_turn.get(sample.id.domain, 0.0)
     turns = 1 + max((part.turn or 0 for row in sample.transcript.rows for part in row.segments), default=0)
@@ -123,7 +122,7 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
-    """JSON lines for the ledger. `step`: added to the lines about the batch and its groups."""
+    """Return JSON lines for the ledger; lines about the batch and its groups get `step`."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
@@ -131,10 +130,7 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 
 
 def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0) -> None:
-    """Write a line per sample, including failed ones and greedy baselines. The file appears complete or not at all.
-
-    `clock_offset`: wall clock minus event loop's clock, in seconds.
-    """
+    """Write a line per sample; the file appears complete or not at all. `clock_offset`: wall clock minus event loop's clock, in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset))
     unfinished = path.with_suffix(".partial")
@@ -144,7 +140,7 @@ def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_of
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Line of JSON. Half a surrogate pair, which a program may print, is not UTF-8: it is escaped."""
+    """Return a JSON line. Half a surrogate pair, which a program may print, is escaped: it is not UTF-8."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
@@ -213,8 +209,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, to be called in a thread; `stats` are copied now. `rows`: of the samples that train.
-        `extra`: further token columns. `per_turn`: as in `turn_rewards_of`."""
+        """Return a function that writes a dump, for a thread; `stats` are copied at once."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(
@@ -223,7 +218,7 @@ class DumpSpec:
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
-    """Fetch blocks; None for those lost with their writer's process."""
+    """Fetch blocks; None for those lost with their process."""
     try:
         return ray.get(list(references))
     except RayError:

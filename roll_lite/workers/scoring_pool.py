@@ -24,19 +24,17 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """True if the sample must be scored alone next, since its last batch hung or killed the worker: only a sample scored alone can be
-    blamed."""
+    """True if the sample must be scored alone next: its last batch hung or killed the worker."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples. A free worker takes waiting samples at once, so the least loaded worker gets the work."""
+    """Queue of samples, taken by free workers."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
-        """`path`: the workers' YAML path, for messages. `window_s`: seconds that a free worker waits for a full batch."""
+        """Take the workers' YAML `path`, and `window_s`: seconds that a free worker waits for a full batch."""
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
         self._queue: deque[ScoringJob[Item, Result]] = deque()
         self._open: dict[asyncio.Future[Result], None] = {}
-        """Results of the samples that wait or are being scored, oldest first."""
         self._arrived = asyncio.Event()
         self._idle = 0
         self._window_s = window_s
@@ -61,7 +59,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         return self._fleet.replaced
 
     async def score(self, item: Item) -> Result:
-        """Result of a sample; RewardFailed if there is none."""
+        """Return a sample's result. Raise RewardFailed if there is none."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
         job = ScoringJob(item, asyncio.get_running_loop().create_future())
@@ -74,7 +72,6 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             del self._open[job.answer]
 
     async def _take(self, member: M) -> list[ScoringJob[Item, Result]]:
-        """Wait for samples; take at most `_most`, and at most this worker's share of the waiting ones."""
         self._idle += 1
         try:
             while True:
@@ -89,8 +86,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Take up to `most` waiting samples. A sample that must be scored alone is taken alone, and only for an idle worker. `joins`: the
-        worker is already scoring."""
+        """Take up to `most` samples. A sample that must be scored alone is taken alone, by an idle worker."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

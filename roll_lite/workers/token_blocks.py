@@ -1,7 +1,4 @@
-"""Token blocks: generated tokens as columns, written in the engine's worker.
-
-A row is a whole sample so far: prompt, responses, and what an environment wrote in between. A later block repeats a sample's earlier turns.
-"""
+"""Token blocks: generated tokens as columns, a row per sample so far (prompt, responses, environment messages)."""
 
 from __future__ import annotations
 
@@ -18,13 +15,14 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Size of a full block, about 850 KB. A reader of one row fetches the whole block; sending a reference costs 100 to 200 microseconds."""
+"""Size of a full block, about 850 KB: a reader of one row fetches the whole block, and each reference costs 100 to 200 microseconds to
+send."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Columns of some runs (EngineSpec.columns), a vector per token: ids that survived top-k, top-p or min-p, and experts that processed the
-token. Padded with -1; all -1: not truncated, or experts unknown."""
+"""Optional columns with a vector per token, padded with -1: ids that survived top-k, top-p or min-p, and MoE experts. All -1: not
+truncated, or unknown experts."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +49,11 @@ class TokenRecord:
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], extra)
 
     def masked(self) -> TokenRecord:
-        """Copy whose tokens do not train."""
         extra = {name: column for name, column in self.extra.items() if name != KEPT_IDS}
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill in unknown expert ids from those that the engine reports. Known ids stay, since sampling used them: a continued request
-        prefills these tokens again, perhaps with other experts."""
+        """Fill unknown expert ids from the engine's. Known ids stay: sampling used them, while a prefill may choose other experts."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -96,7 +92,7 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Block of one sample so far: the request's context and prompt, then `parts` without their dummy first tokens (completions.py)."""
+    """Return a block of one sample so far: context, prompt, and `parts` without their dummy first tokens."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]
@@ -109,12 +105,11 @@ def joined_record(request: GenerationRequest, parts: Sequence[TokenRow], read: C
 
 
 def context_record(request: GenerationRequest, earlier: TokenRecord) -> TokenRecord:
-    """Context tokens of a request, masked if another row trains them."""
     return earlier.masked() if request.masks_context else earlier
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Write records as rows. `extra`: further columns, written even without data: all blocks of a batch have the same columns."""
+    """Return a block with a row per record. `extra`: further columns, written even without data."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])
@@ -134,7 +129,6 @@ def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> 
 
 
 def _padded(kept_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """Convert lists of token ids to an array [tokens, K] int32, padded with -1."""
     counts = np.fromiter(map(len, kept_ids), dtype=np.int64, count=len(kept_ids))
     ids = np.full((len(kept_ids), max(1, int(counts.max(initial=0)))), -1, dtype=np.int32)
     ids[np.arange(ids.shape[1]) < counts[:, None]] = np.fromiter(chain.from_iterable(kept_ids), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Samples of unfinished groups as a checkpoint's file: a Parquet table with their rows."""
+"""Checkpoint file of unfinished groups' samples: a Parquet table with their rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Write samples, given by group and index, with their tokens. Samples without tokens or with lost ones are left out. `columns`: further
-    token columns."""
+    """Return a Parquet file of samples with tokens, by group and index; samples with lost tokens are left out."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -46,7 +45,6 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
-    """References to the sample's tokens."""
     rows = [row.tokens for row in one.sample.transcript.rows]
     if one.parts and one.request is not None:
         rows = [one.request.context, *one.parts]
@@ -60,15 +58,13 @@ def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[T
 
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
-    """Copy a sample, with `tokens` as its rows' token references."""
     first, *others = tokens
     branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
     return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read samples. Returns none if the file's token columns are not exactly TOKEN_COLUMNS and `columns`. `store`: function that puts a
-    block into the object store and returns its reference."""
+    """Read samples; none if the file's token columns are not TOKEN_COLUMNS and `columns`. `store`: puts a block into the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):
