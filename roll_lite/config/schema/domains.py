@@ -43,12 +43,14 @@ DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     preset: str | None = None
-    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings apply where the domain has none."""
+    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings apply where the domain has none; your own files then
+    need its columns."""
     validation_preset: str | None = None
     """Preset of `validation`, if different."""
     train: DataFiles
     """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
-    hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to shares."""
+    hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to their shares of the
+    prompts."""
     validation: DataFiles | None = None
     """Held-out prompts in the same forms; all are used, without shares."""
     tag: str | None = None

@@ -17,7 +17,7 @@ class EnvironmentSection(Section):
     max_turn_tokens: PositiveInt | None = None
     """Longest response of one turn in tokens. sampling.max_tokens limits all tokens after the first prompt."""
     turn_timeout_s: PositiveFloat = 60.0
-    """Seconds for the environment's answer."""
+    """Seconds for the environment's answer; then the attempt fails."""
     rewards: Literal["sum", "last", "per_turn"] = "sum"
     """Score of an episode: sum or last of its responses' rewards. per_turn: the sum, but training gives each reward to its response's last
     token; needs advantage reinforce, reinforce_plus_plus, gae, gigpo or custom."""
@@ -46,7 +46,7 @@ class PythonToolConfig(Section):
 
     name: Literal["python"]
     timeout_s: PositiveFloat = 10.0
-    """Seconds for a call; then the code gets a KeyboardInterrupt."""
+    """Seconds for a call; then the code gets a KeyboardInterrupt, and if it ignores that, a kill."""
     memory_mb: PositiveInt = 512
     """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
@@ -62,7 +62,7 @@ class SearchToolConfig(Section):
 
     name: Literal["search"]
     corpus: UserPath
-    """Documents: JSON lines, or text with one per line."""
+    """Documents: JSON lines, whose `id` and `title` are shown too, or text with one per line."""
     text: str = "text"
     """Column with the text of a document."""
     results: PositiveInt = 5

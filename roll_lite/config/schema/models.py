@@ -222,7 +222,8 @@ Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0
 
 class ForwardRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3] (needs placement.nodes)."""
+    """Number of devices, or a list: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3] (needs placement.nodes). Without GPUs a
+    device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
@@ -232,8 +233,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint and repeat
-    later updates."""
+    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint or their
+    initial weights, and repeat later updates."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -315,7 +316,8 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list, for devices / strategy.tensor_parallel replicas."""
+    """Number of devices, or a list, for devices / strategy.tensor_parallel replicas. One that needs more than placement.devices_per_node
+    takes equally many devices on several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
@@ -325,7 +327,7 @@ class InferRoleConfig(Section):
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of a lost engine per hour. Then the run continues without it."""
+    """Maximum restarts of a lost engine per hour. Then the run continues without it, or ends if none is left."""
     most_replicas: PositiveInt | None = None
     """Maximum engine replicas. Those beyond `devices` start as nodes with free devices join, and end when their node leaves."""
     threads: PositiveInt = 1
