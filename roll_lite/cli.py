@@ -1,4 +1,4 @@
-"""Command line of `roll-lite`. Heavy modules are imported once the configuration is right."""
+"""Command line of `roll-lite`. Heavy modules are imported after the configuration is checked."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ from roll_lite.pipeline.shortages import check_machine
 from roll_lite.rewards.registry import address_notes, check_rewards
 
 PROJECTS = ("roll", "verl", "openrlhf")
-"""Trainers whose configurations `import` reads."""
 WRONG_CONFIGURATION = 2
-"""Exit code for a wrong configuration, as in argparse."""
+"""Exit code as in argparse."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
@@ -54,7 +53,7 @@ OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
-"""Exit code if the reader of the output has closed the pipe (`| head`), as after SIGPIPE."""
+"""Exit code if the output's reader closed the pipe (`| head`), as after SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """Open closed standard streams on /dev/null; write characters that the encoding lacks as escapes."""
+    """Open closed standard streams on /dev/null; escape characters that the encoding lacks."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
@@ -138,7 +137,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration despite missing values; if that fails, return only its valid part."""
+    """Load despite missing values; if that fails, return the valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -161,7 +160,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Tables of derived values and placement, and notes; parts that need a missing value are left out."""
+    """Return derived values, placement and notes, without parts that need a missing value."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):
@@ -314,7 +313,6 @@ def _plan(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    """Serve runs as web pages, or write them as reports."""
     if parsed.command == "view":
         from roll_lite.observability.view.server import serve
 
@@ -374,7 +372,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _further_commands(commands: Any) -> None:
-    """Add the commands that read no configuration of a run."""
     command = commands.add_parser("init", help="write a folder to start from: configuration, data, reward function, README")
     command.set_defaults(act=_init)
     recipes = sorted(path.name for path in STARTERS.iterdir())

@@ -1,6 +1,5 @@
-"""Read files, and use folders in object stores. For an unreadable file, a ValueError names the file.
-
-Only plain files are opened: reading a pipe or a device might never end."""
+"""Read files, and use folders in object stores. A ValueError names an unreadable file. Only plain files are opened: reading a pipe or a
+device might never end."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
-"""Folder of the shipped configurations, tiny model, toy data and rewards. In a checkout it is a link to examples/."""
+"""Shipped configurations, tiny model, toy data and rewards. In a checkout, a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
 STARTERS = EXAMPLES / "starters"
 """Folders that `roll-lite init` copies."""
 
 LARGEST = 1 << 30
-"""Maximum size, in bytes, of a file read as a whole."""
+"""Maximum bytes of a file read as a whole."""
 _SHOWN = 80
 
 
@@ -41,7 +40,7 @@ def record(path: Path) -> FileRecord:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until files and folder entries are on the disk."""
+    """Wait until files and folder entries are on disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -54,15 +53,14 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that readers see the old text or the whole new text."""
+    """Replace a text file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A path in examples/ that does not exist there is looked up in the package's
-    examples."""
+    """Make a path absolute, from the current folder. A missing path in examples/ is looked up in the package's examples."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -73,8 +71,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Kind of a path; None if it does not exist. ValueError if it cannot be determined: circular links, a name too long, a folder without
-    permission."""
+    """Return the path's kind; None if it does not exist. ValueError for circular links, a name too long, a folder without permission."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -143,8 +140,7 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint for an error message about a missing path: relative paths count from the current folder. A parent folder that has the path is
-    named. Empty for paths outside the current folder."""
+    """Hint for messages about missing paths: relative paths count from the current folder; a parent folder that has the path is named."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -156,7 +152,6 @@ def elsewhere(path: Path) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of the message; the type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -168,7 +163,7 @@ class StoreUnreachable(RuntimeError):
 
 
 def remote_folder(url: str) -> Path:
-    """Folder of an fsspec file system as an object with Path's methods. ValueError for an unknown protocol."""
+    """Return a folder of an fsspec file system, with Path's methods. ValueError for an unknown protocol."""
     from upath import UPath  # takes half a second
 
     folder: Any = UPath(url, use_listings_cache=False)  # other processes write there as well
@@ -181,7 +176,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """If the folder is in an object store, turn failures inside the block, except ValueErrors, into StoreUnreachable."""
+    """For folders in an object store, turn errors in the block other than ValueError into StoreUnreachable."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -196,7 +191,7 @@ def reaching(folder: Path) -> Iterator[None]:
 
 
 def try_store(url: str) -> str | None:
-    """Write a file to a store and remove it. Returns the failure; None if there was none."""
+    """Write a file to a store and remove it. Returns the failure, if any."""
     folder = remote_folder(url)
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
@@ -215,7 +210,7 @@ def upload(source: Path, target: Any) -> None:
 
 
 def download(source: Any, target: Path) -> None:
-    """Download a file. An existing file is replaced only once the download is complete."""
+    """Download a file. An existing file is replaced only after a complete download."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     source.fs.get_file(source.path, str(part))
@@ -236,7 +231,7 @@ def keep_only(folder: Path, names: Container[str]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder, except in an object store: there a misspelt name would create a bucket."""
+    """Make a folder, except in an object store, where a misspelt name would create a bucket."""
     from upath.implementations.cloud import CloudPath
 
     if not isinstance(folder, CloudPath):

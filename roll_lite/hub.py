@@ -1,7 +1,7 @@
-"""Names of the Hugging Face hub in place of model folders and data files.
+"""Hugging Face hub names in place of model folders and data files.
 
-While the driver loads a configuration (`online`), a name is resolved to a commit, once, and missing files are downloaded. From then on it
-is a path in this node's cache. Another node finds it in its own cache (`HubPath`)."""
+While the driver loads a configuration (`online`), a name is resolved to a commit and missing files are downloaded. It becomes a path in
+this node's cache; other nodes find it in theirs (`HubPath`)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Kind = Literal["model", "dataset"]
 Tell = Callable[[str], object]
 
 SCHEME = "hf:/"
-"""Beginning of a name. A path drops the second slash of hf://."""
+"""Prefix of hub names; Path drops the second slash of hf://."""
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
-"""Suffixes of a model's configuration and tokenizer files."""
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
 """Suffixes of data files. If a data set has several kinds, the first is read."""
@@ -46,8 +45,8 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's cache of the hub: a model's folder, or `[configuration]?split=...` of a data set. It is pickled as name and
-    commit. The node that receives it finds it in its own cache, or downloads it."""
+    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
+    receiving node finds it in its own cache, or downloads it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -64,8 +63,7 @@ def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -
 
 @contextmanager
 def online(tell: Tell) -> Iterator[None]:
-    """Inside the block, `located` resolves names and downloads a model's configuration and tokenizer, and data. `tell`: takes lines about
-    downloads."""
+    """Let `located` resolve names and download models (without weights) and data inside the block. `tell`: receives messages."""
     token = _tell.set(tell)
     try:
         yield
@@ -74,8 +72,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Path in this node's cache for a name of the hub; None for a path of this machine. Models may be named without hf://, unless the path
-    exists or its first folder does. ValueError, inside `online`, if the name cannot be resolved or downloaded."""
+    """Return the cache path of a hub name; None for a path of this machine. Models may omit hf://, unless the path or its first folder
+    exists."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -122,13 +120,13 @@ def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
 
 
 def fetch(path: Path, tell: Tell = _to_stderr) -> None:
-    """Download what is missing of a model, weights included. Paths outside the hub's cache are left alone."""
+    """Download missing files of a hub model, with weights."""
     if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
         _download(found, tell)
 
 
 def written(path: Path) -> str:
-    """Path as configurations have it: name and commit if it is in the hub's cache."""
+    """Return a path as configurations have it: hub name and commit if it is in the cache."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -139,7 +137,7 @@ def written(path: Path) -> str:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """True for a model of the hub whose weights are not all downloaded yet."""
+    """True for a hub model whose weights are not all downloaded."""
     if not isinstance(folder, HubPath):
         return False
     index = folder / "model.safetensors.index.json"
@@ -148,7 +146,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def data_files(path: HubPath) -> list[Path]:
-    """Files of a data set's split in this node's cache. What is missing is downloaded."""
+    """Return the files of a data set's split, and download missing ones."""
     found = _CACHED.search(str(path))
     assert found is not None, path
     return _download(found)
@@ -173,7 +171,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download what is missing of a model, or of a data set's split; returns the files."""
+        """Download missing files of a model, or of a data set's split; returns all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -193,7 +191,6 @@ class _Repository(NamedTuple):
         return files
 
     def _sizes(self, commit: str) -> dict[str, int]:
-        """Sizes of the commit's files by name."""
         from huggingface_hub import HfApi, get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
         from huggingface_hub.hf_api import RepoFile
@@ -206,7 +203,7 @@ class _Repository(NamedTuple):
 
     @contextmanager
     def _explained(self, revision: str) -> Iterator[None]:
-        """Turn errors of the hub's client into ValueErrors with a remedy."""
+        """Turn the hub client's errors into ValueErrors with a remedy."""
         from huggingface_hub import constants, errors
 
         what, there = f"the {self.kind} {self.name}", constants.ENDPOINT
@@ -234,8 +231,6 @@ class _Repository(NamedTuple):
 
 @contextmanager
 def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
-    """Tell every ten seconds how many MB were downloaded."""
-
     def size() -> float:
         with suppress(OSError):  # a file may be renamed meanwhile
             return sum(file.stat().st_size for file in blobs.iterdir()) / 1e6
@@ -259,7 +254,7 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
-    """Files of a model in Hugging Face format, without copies of its weights in other formats."""
+    """List a model's files, without weights in other formats."""
     if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
         others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
         raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
@@ -267,14 +262,14 @@ def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """Splits that a file's name tells, joined by "+"; empty if none."""
+    """Return the splits that a file's name tells, joined by "+"."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Data files of a repository that `[configuration or file]?split=...` names, in order. A configuration is a folder; files may lie in
-    data/ and folders of splits, too. ValueError lists what there is."""
+    """Choose the data files for `[configuration or file]?split=...`, in order. A configuration is a folder; files may also lie in data/ and
+    folders of splits. ValueError lists the choices."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

@@ -1,1 +1,1 @@
-"""Formulas as functions of tensors: advantages, losses, rewards, metrics. Masked entries contribute nothing."""
+"""Pure functions of tensors: advantages, losses, rewards, metrics. Masked entries contribute nothing."""

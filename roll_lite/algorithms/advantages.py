@@ -1,7 +1,5 @@
-"""Advantages of tokens and samples, and whitening.
-
-Token tensors are [B, T-1] with a bool mask of policy tokens; entry t belongs to token t+1. Masked columns (a tool's output) are skipped,
-as if the policy tokens around them were adjacent. Sums are float64; results are 0 where masked."""
+"""Advantages and whitening. Token tensors are [B, T-1] with a bool mask of policy tokens; entry t belongs to token t+1. Masked tokens (tool
+output) are skipped, as if the policy tokens around them were adjacent."""
 
 from __future__ import annotations
 
@@ -14,25 +12,23 @@ from roll_lite.algorithms import kernels
 from roll_lite.algorithms.kernels import Whitening
 
 STD_OFFSET = 1e-6
-"""Added to a standard deviation before division by it."""
 
 VARIANCE_OFFSET = 1e-8
-"""Added to a variance before its square root is taken."""
 
 
 # ---------------------------------------------------------------- token rewards
 
 
 def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
-    """Index of each row's last policy token, [B] int64; -1 in rows without one. The mask [B, T-1] is in host memory."""
-    # Searches bytes from the end of each row: under 1 ms at 512 x 32k, an argmax over positions takes tens.
+    """Index of each row's last policy token, [B]; -1 without policy tokens."""
+    # Byte search from the end: under 1 ms at 512 x 32k, where an argmax over positions takes tens of ms.
     return torch.tensor([row.tobytes().rfind(1) for row in mask.numpy()], dtype=torch.int64)
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Give each row's reward [B] to its last policy token, and add kl_rewards [B, T-1]. Returns [B, T-1], 0 where masked."""
+    """Put each row's reward [B] on its last policy token, and add kl_rewards [B, T-1]."""
     # float64, since a token's KL may be millions of times smaller than the reward.
-    # numpy has huge pages, and zeros that cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
+    # numpy allocates huge pages and zeroes lazily: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
     if kl_rewards is not None:
         torch.where(mask, kl_rewards.double(), torch.zeros((), dtype=torch.float64), out=tokens)
@@ -56,11 +52,10 @@ def gae(
     at_end: torch.Tensor | None = None,
     whitening: Whitening | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
+    """Compute GAE: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns advantages (with lam) and returns = values + advantages (with lam_critic, by default lam), [B, T-1]. token_rewards None: zeros.
-    lam may be one number per row [B]. at_end [B] is added to the last policy token's reward, in float64; bootstrap [B] is the value after
-    that token, by default 0. whitening: whiten the advantages."""
+    Returns advantages, and returns = values + advantages with lam_critic. lam may be [B]. at_end [B] is added to the last policy token's
+    reward; bootstrap [B] is the value after it."""
     rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
     advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)
@@ -68,7 +63,7 @@ def gae(
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
-    """VAPO's lambda: 1 - 1 / (alpha * policy tokens), at least 0. [B] -> [B] float64."""
+    """VAPO's lambda: 1 - 1 / (alpha * policy tokens), at least 0."""
     return (1 - 1 / (alpha * policy_tokens.double().clamp(min=1))).clamp(min=0)
 
 
@@ -79,35 +74,32 @@ def reinforce(
     at_end: torch.Tensor | None = None,
     whitening: Whitening | None = None,
 ) -> torch.Tensor:
-    """Discounted returns of policy tokens, [B, T-1]; whitened with `whitening`. at_end and token_rewards as in `gae`."""
+    """Discounted returns of policy tokens. Arguments as in `gae`."""
     dtype = torch.float32 if token_rewards is None else token_rewards.dtype
     (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (at_end,), (dtype,), whitening)
     return returns
 
 
 def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give policy tokens their sample's advantage. [B], [B, T-1] -> [B, T-1]."""
+    """Give policy tokens their sample's advantage [B]."""
     assert advantages.shape == mask.shape[:1], f"a row tensor {list(advantages.shape)} beside a mask {list(mask.shape)}"
     spread = kernels.empty(mask.shape, dtype)
     return torch.where(mask, advantages.detach().to(spread.dtype)[:, None], torch.zeros((), dtype=spread.dtype), out=spread)
 
 
 def policy_token_counts(mask: torch.Tensor) -> torch.Tensor:
-    """Number of policy tokens in each row. [B, T-1] bool -> [B] int64."""
-    # torch's own sum over a bool tensor takes 20 times as long.
+    # torch's sum over a bool tensor takes 20 times as long.
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1).astype(np.int64))
 
 
 # ---------------------------------------------------------------- advantages of samples
 #
-# Functions of the global batch's rewards, [N] -> [N] float64. Rows with the same group id are a group, wherever they are; groups may differ
-# in size. A group with equal rewards (also a group of one) has advantage exactly 0: rounding must not be scaled up to a signal.
+# Functions of the global batch's rewards, [N] -> [N] float64. Rows with equal group ids form a group; groups may differ in size. A group
+# with equal rewards (also a group of one) has advantage exactly 0, so that rounding errors are not scaled up to a signal.
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rewards [N], and for each reward the statistics of its group, [N]."""
-
     rewards: torch.Tensor
     member: torch.Tensor
     size: torch.Tensor
@@ -126,21 +118,19 @@ class _Groups:
         return cls(exact, member, size, _sum_of_group(exact, member) / size, (highest == lowest)[member])
 
     def advantages(self, estimate: torch.Tensor) -> torch.Tensor:
-        """Set the estimate to exactly 0 in groups whose rewards are all equal."""
         return torch.where(self.flat, 0.0, estimate)
 
 
 def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """Sum of x [N] over each row's group -> [N]. `member` [N]: group numbers."""
+    """Sum x [N] over each row's group -> [N]. `member`: group numbers."""
     groups = int(member.max()) + 1 if len(member) else 0
     return x.new_zeros(groups).index_add(0, member, x)[member]
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus group mean (Dr. GRPO); with `normalize_std` divided by the group's standard deviation (ddof 1).
+    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`.
 
-    before_kl [N]: rewards without KL. With `normalize_std`, a group in which these are equal gets 0, since its rewards differ only by
-    KL."""
+    before_kl [N]: rewards without KL. With `normalize_std`, groups in which these are equal get 0: only KL separates their rewards."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -152,8 +142,7 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Discounted return of each turn, [turns]: its reward plus gamma times the return of the row's next turn. `rows`: row of each turn,
-    ascending."""
+    """Discounted return of each turn. `rows`: each turn's row, ascending."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -162,12 +151,11 @@ def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) ->
 
 
 def minus_group_mean(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Reward minus group mean, for REINFORCE++ with `baseline: group`."""
     return grpo(rewards, groups, normalize_std=False)
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Reward minus the mean of the group's other samples: (reward - group mean) * n / (n - 1)."""
+    """Reward minus the mean of the group's other samples."""
     of = _Groups.of(rewards, groups)
     return of.advantages((of.rewards - of.mean) * of.size / (of.size - 1).clamp(min=1))
 
@@ -184,11 +172,10 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(reward - group mean) * number of samples / number of samples in groups with unequal rewards. The factor keeps groups of equal
-    rewards from diluting the gradient.
+    """Reward minus group mean, times samples / samples in groups with unequal rewards, so that groups of equal rewards do not dilute the
+    gradient.
 
-    before_kl [N]: rewards without KL, which decide whether a group's rewards are equal: KL makes nearly all rewards differ. trains [N]
-    bool: samples counted in both numbers."""
+    before_kl [N]: rewards to compare for equality, since KL makes nearly all rewards differ. trains [N]: samples to count."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -206,7 +193,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Merge the moments (count, sum, sum of squared deviations) of rows or ranks, [N, 3] -> [3]."""
+    """Merge (count, sum, sum of squared deviations) of rows or ranks, [N, 3] -> [3]."""
     counts, sums, squares = parts.unbind(1)
     count, total = counts.sum(), sums.sum()
     shifts = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0) - total / count.clamp(min=1)
@@ -214,18 +201,16 @@ def merged_moments(parts: torch.Tensor) -> torch.Tensor:
 
 
 def mean_and_scale(moments: torch.Tensor) -> tuple[float, float]:
-    """(mean, 1 / standard deviation) from moments [3]; the variance has ddof 1 and is 0 for fewer than two entries."""
     count, total, squares = moments.tolist()
     return total / max(1.0, count), (squares / max(1.0, count - 1.0) + VARIANCE_OFFSET) ** -0.5
 
 
 def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten token advantages. [B, T-1] -> [B, T-1] float32."""
     return kernels.shift_and_scale(advantages, mask, *whitening(kernels.row_moments(advantages, mask)))
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten samples' advantages as if spread over their policy tokens. [B], [B] -> [B] float64."""
+    """Whiten samples' advantages as if spread over their policy tokens, [B]."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

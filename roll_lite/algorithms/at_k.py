@@ -9,41 +9,38 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels in place of an answer. NO_ANSWER: the response has none. READS_NONE: the reward function extracts no answers."""
+"""NO_ANSWER: the response has no answer. READS_NONE: the reward function extracts none."""
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report: `most` and the powers of two below it. 1 is left out, since pass@1 is the mean."""
+    """Values of k to report: `most` and the powers of two below, except 1 (pass@1 is the mean)."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
 class SampledPrompts:
-    """Samples of some prompts, sorted by prompt; arrays have one entry per sample."""
+    """Samples sorted by prompt. Methods return one value per prompt, NaN with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`prompts`: prompt id of each sample. `answers`: each sample's answer as a number from 0, the same for equal answers to a prompt;
-        NO_ANSWER if none was found, READS_NONE if the reward reads none."""
+        """`answers`: equal numbers (from 0) for equal answers to a prompt, or a sentinel."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
-        """Number of each sample's prompt, 0 to P - 1, ascending."""
+        """Prompt of each sample, numbered 0 to P - 1, ascending."""
         self.correct, self.scores = correct[order].astype(np.float64), scores[order].astype(np.float64)
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
-        """[P] number of samples of each prompt."""
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] index of one sample of each prompt, in the arrays passed to `__init__`."""
+        """[P] index of one sample per prompt in the arrays passed to `__init__`."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
-        """[P] probability that at least one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN for n < k."""
         right = np.bincount(self.prompt, weights=self.correct).astype(np.int64)
         pairs, which = np.unique(np.stack([self.samples, right]), axis=1, return_inverse=True)
         values = [1 - comb(n - c, k) / comb(n, k) if n >= k else np.nan for n, c in pairs.T.tolist()]
         return np.array(values)[which.reshape(-1)]
 
     def best(self, k: int) -> np.ndarray:
-        """[P] expected highest score of k samples; NaN for n < k."""
+        """Expected highest score of k samples."""
         sizes, which = np.unique(self.samples, return_inverse=True)
         weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
         for row, n in enumerate(sizes.tolist()):
@@ -54,13 +51,11 @@ class SampledPrompts:
 
     @cached_property
     def _ascending(self) -> np.ndarray:
-        """Scores, ascending within each prompt."""
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] maj@k. Every k consecutive samples of a prompt hold one vote, won by their most frequent answer. The result is the share of
-        votes won by a correct answer; a tie counts as the mean correctness of the tied answers. Samples without an answer are ignored; a
-        vote without any answer is wrong. NaN for n < k, or if the reward function extracts no answers."""
+        """maj@k: share of votes that a correct answer wins; every k consecutive samples vote once. A tie counts as the mean correctness of
+        the tied answers. Samples without an answer do not vote. NaN without extracted answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -1,7 +1,5 @@
-"""Recurrences and row sums over padded rows, compiled with numba, since tensor operations are slow at them.
-
-Inputs, in host memory, are token tensors [B, T-1] of float32 or float64 with a bool mask, and row tensors [B]. Sums run in float64;
-outputs are 0 where masked. The number of threads does not change results."""
+"""Recurrences and row sums, compiled with numba, since tensor operations are slow at them. Inputs in host memory: token tensors [B, T-1]
+with a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
 
 from __future__ import annotations
 
@@ -15,14 +13,13 @@ import torch
 from numba import njit
 
 ENTRIES_PER_THREAD = 1 << 17
-"""Minimum number of entries per thread."""
 
 PARTS_PER_THREAD = 4
-"""Number of portions of rows per thread. With several, fast threads take portions that a delayed thread has not begun."""
+"""Row blocks per thread: fast threads take over blocks that a delayed thread has not begun."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
-    """Compile at the first call, and cache on disk if possible."""
+    """Compile at the first call, with a disk cache if possible."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no writable folder: compile in every process
@@ -30,7 +27,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Function of this rank's `row_moments`; returns the (shift, scale) that whiten the tokens of the global batch."""
+"""Maps this rank's `row_moments` to the (shift, scale) that whiten the global batch."""
 
 
 def recurrence(
@@ -42,9 +39,7 @@ def recurrence(
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`. Returns its results [B, T-1], with the dtypes `outputs`.
-
-    tokens: [B, T-1], or None for zeros; rows: [B], a number for all, or None for 0. With whitening the kernel runs twice, first for the
+    """Run the kernel `gae` or `discounted_returns`. rows: [B], a number for all rows, or None for 0. whitening: run twice, first for the
     moments."""
     inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
     results = [empty(mask.shape, dtype) for dtype in outputs]
@@ -76,8 +71,7 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write advantages (from lam) and returns (from lam_critic) or, if `moments` has rows, only the `row_moments` of the advantages. Rows:
-    `first` to `stop` - 1. Other arguments as in advantages.gae."""
+    """Write advantages and returns or, if `moments` has rows, only the advantages' `row_moments`. Arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -112,8 +106,7 @@ def gae(
 def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Write the returns G_t = r_t + gamma * G of the next policy token or, if `moments` has rows, only their `row_moments`. Rows: `first`
-    to `stop` - 1. at_end as in advantages.gae."""
+    """Write discounted returns or, if `moments` has rows, only their `row_moments`."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
@@ -139,15 +132,14 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments, from sums relative to one of its entries (`origin`): a large offset common to all entries costs no
-    precision."""
+    """Store a row's moments. Sums are relative to one entry (`origin`), to keep their precision under a large common offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
 
 
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(count, sum, sum of squared deviations from the row's mean) of unmasked entries. [B, T-1] -> [B, 3] float64."""
+    """Return (count, sum, sum of squared deviations) of unmasked entries, [B, 3]."""
     out = torch.empty(mask.shape[0], 3, dtype=torch.float64)
     _over_rows(_row_moments, mask.shape, _tokens(x, mask), _mask(mask), out.numpy())
     return out
@@ -172,7 +164,6 @@ def _row_moments(first: int, stop: int, x: Any, mask: Any, out: Any) -> None:
 
 
 def shift_and_scale(x: torch.Tensor, mask: torch.Tensor, shift: float, scale: float) -> torch.Tensor:
-    """(x - shift) * scale, [B, T-1] float32."""
     out = empty(mask.shape, torch.float32)
     _over_rows(_shift_and_scale, mask.shape, _tokens(x, mask), _mask(mask), float(shift), float(scale), out.numpy())
     return out
@@ -187,13 +178,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised tensor, allocated by numpy."""
-    # It has huge pages: first writes to other memory take longer than any loop here.
+    """Allocate with numpy, which uses huge pages: first writes to other memory take longer than the loops here."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert to an array for compiled code. None becomes an array without entries, since reading zeros takes time."""
+    """Convert for compiled code. None becomes an empty array, since reading zeros takes time."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"
@@ -219,7 +209,7 @@ def _host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over_rows(kernel: Any, shape: torch.Size, *arguments: Any) -> None:
-    """Call kernel(first row, stop row, *arguments) for all rows, on several threads."""
+    """Call kernel(first row, stop row, *arguments) for all rows, in threads."""
     rows, columns = shape
     threads = min(torch.get_num_threads(), rows, rows * columns // ENTRIES_PER_THREAD)
     if threads <= 1:

@@ -1,7 +1,4 @@
-"""KL divergence from the reference: estimates by token, exact sum over a vocabulary, control of the coefficient.
-
-KL means KL(new || ref). With r = log new - log ref: k1 = r, k2 = r**2 / 2, k3 = exp(-r) - 1 + r (non-negative, low variance), abs = |r|.
-"""
+"""KL(new || reference): token estimates (k1, k2, k3, abs), exact sum over the vocabulary, adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ import torch
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +- this."""
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """log_probs - other, clamped; 0 for tokens impossible under both."""
+    """Clamp the difference; 0 for tokens impossible under both."""
     impossible = (log_probs == -torch.inf) & (other == -torch.inf)
     return clamped(log_probs.masked_fill(impossible, 0.0) - other.masked_fill(impossible, 0.0))
 
@@ -28,7 +24,7 @@ def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """KL estimate of each token. Its gradient is not the gradient of KL, see `kl_loss`."""
+    """Estimate each token's KL. The gradient is not that of KL; see `kl_loss`."""
     ratio = clamped_log_ratio(new, ref)
     if estimator == "k1":
         return ratio
@@ -41,10 +37,10 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
 
 
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) = sum over v of p * (log p - log q). [..., V] -> [...], differentiable in log_p.
+    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p.
 
-    Tokens impossible under p add nothing to value or gradient, even if impossible under q (truncated vocabularies). For tokens impossible
-    under q alone, LOG_RATIO_LIMIT replaces the infinite log-ratio."""
+    Tokens impossible under p contribute nothing, even if impossible under q (truncated vocabularies). For tokens impossible only under q,
+    the log-ratio is LOG_RATIO_LIMIT."""
     log_q = log_q.detach()
     impossible = log_p == -torch.inf
     log_ratio = log_p.masked_fill(impossible, 0.0) - log_q.masked_fill(impossible, 0.0)
@@ -56,15 +52,12 @@ def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def kl_loss(
     new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator, unbiased_gradient: bool = False, old: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """KL estimate of each token, with a gradient (to `new` only) that lowers KL.
+    """Estimate each token's KL, with a gradient (to `new` only) that lowers KL.
 
-    Gradients, with r = log new - log ref. k1 and k2: r * grad log new, unbiased for KL(new || ref) on tokens sampled by `new` (the gradient
-    of r itself has expectation 0). k3: (1 - exp(-r)) * grad log new, the gradient of KL(ref || new), as in GRPO. abs: sign(r) * grad log
-    new.
-
-    unbiased_gradient: (new / old) * r * grad log new for any estimator, unbiased also on tokens sampled by an older policy; without `old`
-    the ratio is 1."""
-    # The clamp limits r in the gradient, not the gradient to 0: distant tokens are still pulled back, unless k3's exp saturates.
+    With r = log new - log ref, the gradient is r * grad log new for k1 and k2 (unbiased on tokens sampled by `new`), (1 - exp(-r)) * grad
+    log new for k3, sign(r) * grad log new for abs. unbiased_gradient: (new / old) * r * grad log new, unbiased also on tokens sampled by
+    `old`."""
+    # The clamp limits r in the gradient, but does not stop it: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()
     log_ratio = clamped_log_ratio(current, ref.detach())
     if unbiased_gradient:
@@ -81,13 +74,12 @@ def kl_loss(
 
 
 LARGEST_ERROR = 0.2
-"""The KL's relative deviation from its target is clipped to +- this."""
+"""Limit of the KL's relative deviation from its target."""
 
 
 class KlController:
-    """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1).
-
-    Ziegler et al. (arXiv 1909.08593); min(..., 1) keeps a large batch from turning the coefficient negative."""
+    """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1)
+    (arXiv 1909.08593); the min keeps it positive for large batches."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef
@@ -95,8 +87,7 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Adapt the coefficient, once per training step, to the KL over all domains. A KL that is not finite leaves the coefficient
-        unchanged, since updates with such a KL are skipped too."""
+        """Adapt the coefficient to a training step's KL; non-finite KL is ignored."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
@@ -106,6 +97,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the saved coefficient. Without a target KL the coefficient is fixed: the configured value stays."""
+        """Without a target, the configured coefficient stays."""
         if self._target is not None:
             self.coef = state["coef"]

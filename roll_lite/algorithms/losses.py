@@ -1,8 +1,7 @@
-"""Token losses [B, T-1], 0 where masked: policy, critic, entropy. Also the correction of the engine-trainer mismatch, and row weights.
+"""Token losses [B, T-1], correction of the engine-trainer mismatch, and row weights.
 
-Policy losses take `PolicyTerms.filled()`. A sequence-level loss puts the sequence's loss on each policy token, so that
-`sequence_mean_token_mean` is the mean over sequences. Tokens with advantage 0 have no gradient (except in Kimi's loss) and never count as
-clipped."""
+Policy losses take `PolicyTerms.filled()`. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
+have no gradient (except in Kimi's loss) and never count as clipped."""
 
 from __future__ import annotations
 
@@ -15,25 +14,23 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Relative rounding error of float32. A weight (the limited ratio) that differs by less from the ratio does not count as clipped."""
+"""Float32 rounding error: a weight closer than this to the ratio does not count as clipped."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """Inputs of a policy loss, [B, T-1]; B is 0 for a rank without rows. Gradients flow to log_probs only."""
+    """Inputs of a policy loss, [B, T-1]. Gradients flow to log_probs only."""
 
     log_probs: torch.Tensor
     old_log_probs: torch.Tensor
-    """Log-probs of the old policy."""
     advantages: torch.Tensor
     mask: torch.Tensor
-    """bool: tokens that the loss includes."""
 
     def filled(self) -> PolicyTerms:
-        """Zero masked entries, so NaN there reaches neither loss nor gradient; detach all but log_probs. A token with advantage 0 that is
-        impossible under both policies has no ratio: its log-probs become 0."""
+        """Zero masked entries, so that NaN there reaches neither loss nor gradient. Tokens with advantage 0 that are impossible under both
+        policies get log-probs 0, since their ratio is undefined."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -46,46 +43,42 @@ class PolicyTerms:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """log(new / old probability), clamped; 0 where masked."""
         return clamped_log_ratio(self.log_probs, self.old_log_probs)
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """bool: log_ratio is clamped from below, hence without gradient."""
+        """bool: log_ratio is clamped from below and has no gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
     def beyond_high(self) -> torch.Tensor:
-        """bool: log_ratio is clamped from above, hence without gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs > LOG_RATIO_LIMIT)
 
     @property
     def ratio(self) -> torch.Tensor:
-        """Token probability under the new policy / under the old one; 1 where masked."""
         return torch.exp(self.log_ratio)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Result of a policy loss, all [B, T-1], detached except `loss`."""
+    """Result of a policy loss, [B, T-1], detached except `loss`."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
-    """new / old probability of the token, or of its sequence if the loss judges sequences; 1 where masked."""
+    """New / old probability of the token, or of the sequence in sequence-level losses; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient, because the ratio is below the clip range or the clamp of log-ratios; or, in losses that limit a weight, the
-    weight was raised to its bound."""
+    """bool: no gradient, because the ratio is below its range; with a limited weight: weight raised to its bound."""
     clipped_high: torch.Tensor
-    """bool: no gradient, because the ratio is above the range or clamp; or a weight was lowered to its bound."""
+    """bool: no gradient, because the ratio is above its range; with a limited weight: weight lowered to its bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Row sum, [B, T-1] -> [B, 1], in the dtype of x; added up in float64, so padding changes nothing."""
+    """Sum rows to [B, 1] in float64, so that padding changes nothing."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
 def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over policy tokens, [B, T-1] -> [B, 1]; 0 without any."""
+    """Mean over policy tokens, [B, 1]; 0 without any."""
     return (x.sum(1, keepdim=True, dtype=torch.float64) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
@@ -93,10 +86,8 @@ def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
-    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (arXiv 1707.06347); clip-higher is clip_high > clip_low.
-
-    dual_clip (arXiv 1912.09729), unless None, limits the loss to dual_clip * |A| for A < 0; a ratio above dual_clip has no gradient and
-    counts as clipped high."""
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (arXiv 1707.06347). dual_clip (arXiv 1912.09729) limits the loss to
+    dual_clip * |A| for A < 0."""
     ratio, advantages = terms.ratio, terms.advantages
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
     ratio = ratio.detach()
@@ -110,7 +101,7 @@ def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float 
 
 
 def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
-    """PPO's surrogate with one ratio per sequence, exp(mean of token log-ratios), and the sequence's mean advantage (arXiv 2507.18071)."""
+    """PPO with one ratio per sequence, exp(mean of token log-ratios), and the sequence's mean advantage (arXiv 2507.18071)."""
     ratio = torch.exp(row_mean(terms.log_ratio, terms.mask))
     advantages = row_mean(terms.advantages, terms.mask)
     loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
@@ -127,9 +118,8 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
-    """-A * geometric mean of the token ratios, each clipped from above if A > 0, else from below (arXiv 2507.20673).
-
-    A is the row's mean advantage. A clipped token has no gradient; the row's other tokens keep theirs."""
+    """-A * geometric mean of token ratios, clipped from above if A > 0, else from below (arXiv 2507.20673). A is the row's mean advantage.
+    A clipped token has no gradient; the row's other tokens keep theirs."""
     log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
     limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
     loss = -advantages * torch.exp(row_mean(limited, terms.mask))
@@ -142,16 +132,15 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
     """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
 
-    Every token keeps a gradient; "clipped" means that its weight was limited, for either sign of A. clip_low None: no lower limit."""
+    Every token keeps a gradient; "clipped" means that its weight was limited."""
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
     return _weighted(terms, ratio, ratio.clamp(lowest, 1 + clip_high), terms.mask)
 
 
 def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
-    """-weight * A * log-prob (arXiv 2503.14286). The weight is the sequence's detached ratio (product over tokens), limited to the range
-    `positive` for A > 0, else to `negative`; "clipped" means limited. With a range (x, x) the weight is x, and no token counts as clipped.
-    The paper aggregates with `sequence_mean_token_sum`."""
+    """-weight * A * log-prob (arXiv 2503.14286). The weight is the sequence's detached ratio, limited to `positive` for A > 0, else to
+    `negative`. A range (x, x) is a fixed weight and never counts as clipped. The paper aggregates with `sequence_mean_token_sum`."""
     ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
     above = terms.advantages > 0
     weight = torch.where(above, ratio.clamp(*positive), ratio.clamp(*negative))
@@ -160,7 +149,6 @@ def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[floa
 
 
 def policy_gradient(terms: PolicyTerms) -> PolicyLoss:
-    """-A * log-prob."""
     return unclipped(-_weighted_log_probs(terms.advantages, terms), terms)
 
 
@@ -170,7 +158,7 @@ def raft(terms: PolicyTerms) -> PolicyLoss:
 
 
 def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347). The derivative by the ratio is largest at ratio 1."""
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347)."""
     ratio = terms.ratio
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
     loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
@@ -178,12 +166,10 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 
 
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
-    """(A - tau * s)**2 / (2 * tau) with the sum s of a row's log-ratios and its mean advantage A (arXiv 2501.12599).
-
-    The gradient -(A - tau * s) * grad s becomes the sequence's policy gradient as tau goes to 0. Log-ratios are clamped; their sum s is
-    not."""
+    """(A - tau * s)**2 / (2 * tau) with the sum s of a row's clamped log-ratios and its mean advantage A (arXiv 2501.12599). The gradient
+    becomes the policy gradient as tau goes to 0."""
     advantages = row_mean(terms.advantages, terms.mask)
-    # Nothing is exponentiated, and a clamp of s would end the pull towards the old policy where it is needed most.
+    # s is not clamped: nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
     return _unlimited(torch.where(terms.mask, loss, 0.0), terms, terms.mask)
 
@@ -193,15 +179,14 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """-weight * A * log-prob. `weight` [B, T-1]: the detached ratio, limited to a range; `limits` bool: tokens that may count as
-    clipped."""
+    """-weight * A * log-prob. `weight`: the detached, limited ratio. `limits` bool: tokens that may count as clipped."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
 
 
 def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tensor:
-    """weight * log-prob; 0 for weight 0 even if the log-prob is -inf."""
+    """Weight 0 gives 0, even for log-prob -inf."""
     return weight * terms.log_probs.masked_fill(weight == 0, 0.0)
 
 
@@ -211,8 +196,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Result of a loss with a gradient at every ratio, except beyond the clamp of log-ratios. `trains` bool: tokens that count as clipped
-    there."""
+    """Wrap a loss with a gradient at every ratio within the clamp. `trains` bool: tokens that count as clipped beyond."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -227,7 +211,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""Policy losses by name in the configuration. Their other settings are keyword arguments."""
+"""Policy losses by name; further settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- mismatch between engine and trainer
@@ -247,9 +231,8 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights exp(trained - rollout) of tokens or sequences (product or geometric mean over tokens), from log-probs by trainer
-    and engine; and a bool mask of weights outside [low, high] (None: no limit). `truncate` limits these weights to the range (TIS), `mask`
-    sets them to 0 (IcePop)."""
+    """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product or
+    geometric mean over tokens. `truncate` limits weights to the range (TIS), `mask` sets those outside to 0 (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -270,11 +253,9 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool mask of tokens to keep: the engine-trainer mismatch of the token, or of its sequence, is in [low, high] (None: no limit) and not
-    NaN.
+    """bool mask of tokens to keep: the mismatch of the token or its sequence is in [low, high] and not NaN.
 
-    ratio: exp(trained - rollout); for sequences exp of the log-ratios' sum, mean, min or max. k1, k2, k3, abs: KL(rollout || trained).
-    difference: trainer's probability - engine's."""
+    ratio: exp(trained - rollout). difference: trainer's minus engine's probability. Others: KL(rollout || trained)."""
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
@@ -291,7 +272,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Reduce each row as `level` says, [B, T-1] -> [B, 1]; unchanged for `token`. Undefined for rows without policy tokens."""
+    """Reduce rows as `level` says to [B, 1]. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -311,13 +292,13 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value is outside old +- clip. Such a value has no gradient if clipping makes the error larger."""
+    """bool: the new value is outside old +- clip."""
 
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """0.5 * max((v - R)**2, (clip(v, old - clip, old + clip) - R)**2); if clip is None, 0.5 * (v - R)**2."""
+    """Halve the squared error; with clip, the larger error of the plain and the clipped value (PPO)."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
@@ -341,11 +322,8 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Weight [B] float32 of each policy token of a row, from policy_tokens [B] of ALL rows of the global mini-batch.
-
-    token_mean: 1 / all tokens. sequence_mean_token_mean: 1 / (rows * the row's tokens). sequence_mean_token_sum: 1 / rows. constant: 1 /
-    (rows * constant), Dr. GRPO's. Rows without policy tokens or with train_weight 0 weigh 0 and are not counted; other train_weights are
-    factors and change no count."""
+    """Loss weight [B] per policy token, from policy_tokens [B] of ALL rows of the global mini-batch. Empty rows and rows with train_weight
+    0 weigh 0 and are not counted; other train_weights are factors. `constant` is Dr. GRPO's: 1 / (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -1,5 +1,3 @@
-"""Reward shaping and sample masks over the rows of the global batch, float64, arrays [N]."""
-
 from __future__ import annotations
 
 import math
@@ -11,31 +9,25 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""A standard deviation below this share of the root mean square is rounding error and counts as 0."""
+"""Standard deviations below this share of the root mean square are rounding error and count as 0."""
 
 
 @dataclass(frozen=True)
 class RewardRows:
-    """Columns of the global batch with one number per row, all [N]."""
+    """Columns of the global batch with one entry per row, [N]."""
 
     score: torch.Tensor
-    """float32: score by the reward function, before shaping."""
     correct: torch.Tensor
-    """float32, 1 or 0."""
     format_ok: torch.Tensor
     """float32: 1 if the domain's format pattern matches; 0 without a pattern."""
     policy_tokens: torch.Tensor
-    """int64: response tokens that the policy chose."""
     max_tokens: torch.Tensor
-    """int64: response limit of the row's domain."""
     truncated: torch.Tensor
     """bool: cut at max_tokens or max_turns."""
     group: torch.Tensor
-    """int64, equal for samples of a prompt."""
     domain_number: torch.Tensor
-    """int64, index in `domains`."""
     sample_weight: torch.Tensor
-    """float32, from the data; 1 by default."""
+    """float32: weight given by the data."""
     domains: Sequence[str] = ()
 
     COLUMNS = ("score", "correct", "format_ok", "policy_tokens", "max_tokens", "truncated", "group", "domain_number", "sample_weight")
@@ -52,7 +44,7 @@ class RewardRows:
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
-    """Format reward of each row: its domain's bonus if the format is right, otherwise minus the penalty."""
+    """Return the domain's bonus for a correct format, else minus its penalty."""
     number = rows.domain_number.numpy()
     changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
     return changes
@@ -77,7 +69,7 @@ def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: flo
 
 
 def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np.ndarray:
-    """`penalty` times DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13); max_tokens is the paper's L_max."""
+    """DAPO's soft overlong punishment times `penalty` (arXiv 2503.14476, eq. 13); max_tokens is the paper's L_max."""
     starts = as_float64(rows.max_tokens) - buffer_tokens
     rewards: np.ndarray = penalty * ((starts - as_float64(rows.policy_tokens)) / buffer_tokens).clip(-1.0, 0.0)
     return rewards
@@ -87,9 +79,7 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations (Welford), in float64.
-
-    Sums are exactly rounded, so the order of rows changes nothing."""
+    """Count, mean and sum of squared deviations (Welford). Sums are exactly rounded, so that row order changes nothing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -110,7 +100,6 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation (ddof 1); 0 for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,10 +118,10 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean if `mean`, then divide by the standard deviation (ddof 1) if `std`. over=running first updates `running`.
+    """Subtract the mean and divide by the standard deviation (ddof 1), each if selected. over=running first updates `running`.
 
-    trains [N] bool: samples that count in the statistics, except with over=group. If the standard deviation is 0, nothing is divided, and
-    reward minus mean is exactly 0."""
+    trains [N] bool: samples in the statistics, except with over=group. With standard deviation 0, nothing is divided, and reward minus mean
+    is exactly 0."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -157,12 +146,12 @@ def normalized(
 
 @dataclass(frozen=True)
 class Masked:
-    """Result of masking; a masked sample still counts in its group's baseline."""
+    """Masked samples still count in their group's baseline."""
 
     weights: torch.Tensor
     """[N] float32, the column train_weight; 0 excludes a sample from training."""
     causes: dict[str, torch.Tensor]
-    """Cause -> [N] bool mask of the samples it applies to; a sample may have several."""
+    """Cause -> [N] bool mask of its samples; causes may overlap."""
 
 
 def mask_samples(
@@ -172,8 +161,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Training weight of each sample: the data's weight times the user function's. It is 0 for truncated samples if `truncated`, and
-    outside the range `group_mean` of group means or `response_tokens` of lengths; None: no such limit."""
+    """Multiply the data's weights by function_weights. Masked samples get 0: truncated ones, groups whose mean score is outside
+    `group_mean`, lengths outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():
@@ -204,7 +193,7 @@ def _outside(values: np.ndarray, low: Any, high: Any) -> np.ndarray:
 
 
 def group_places(groups: torch.Tensor) -> tuple[np.ndarray, int]:
-    """Map group ids [N] to consecutive group numbers [N] from 0. Also returns the number of groups."""
+    """Map group ids [N] to (group numbers [N] from 0, number of groups)."""
     ids, places = np.unique(groups.numpy(), return_inverse=True)
     return places, len(ids)
 

@@ -1,5 +1,5 @@
-"""Metrics of a micro-batch's tokens: sums and histograms, which add up over micro-batches and ranks; peaks (minima, maxima), which do not.
-`<name>#<number>` is a metric of the domain with that index."""
+"""Token metrics of micro-batches: sums and histograms, which add up over micro-batches and ranks, and peaks. `<name>#<number>` is the
+metric of a domain by index."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Number of histogram bins; odd, so the middle one is centred at log-ratio 0."""
+"""Odd, so that the middle bin is centred at log-ratio 0."""
 
 FINE = 1e-3
-"""Log-ratio up to which bins are about equally wide; beyond it, widths grow with the log-ratio."""
+"""Log-ratio up to which bins are about equally wide; beyond, widths grow with the log-ratio."""
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
@@ -25,7 +25,7 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum each metric's values [B, T-1], 0 where masked, over each domain's rows, in float64. Keys returned: `<name>#<domain number>`."""
+    """Sum values [B, T-1], 0 where masked, by domain in float64. Returns `<name>#<domain number>` -> sum."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -34,14 +34,14 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
 
 @dataclass
 class Peaks:
-    """Maxima and minima of metrics by domain, kept on the device until read."""
+    """Maxima and minima by domain, kept on the device until read."""
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """Peaks [domains] by name and sign; sign -1 is a minimum."""
+    """(name, sign) -> [domains]; sign -1 is a minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record values with mask [B, T-1] and domain_numbers [B]. A NaN makes its domain's peak NaN."""
+        """Record unmasked values [B, T-1]. NaN makes the domain's peak NaN."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return
@@ -51,7 +51,7 @@ class Peaks:
         self._largest[key] = torch.maximum(self._largest[key], peak) if key in self._largest else peak
 
     def collect(self) -> dict[str, float]:
-        """Return and clear the peaks; domains without tokens are left out."""
+        """Return and clear the peaks; domains without tokens are omitted."""
         seen = {
             f"{name}#{number}": sign * value
             for (name, sign), peaks in self._largest.items()
@@ -63,20 +63,17 @@ class Peaks:
 
 
 SampleSums = Mapping[int, tuple[float, int]]
-"""Sample number -> (sum over its tokens, number of tokens)."""
+"""Sample number -> (sum over tokens, number of tokens)."""
 
 
 @dataclass
 class RowSums:
-    """Collects SampleSums of micro-batches, kept on the device until read."""
-
     _seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def record(self, samples: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> None:
         self._seen.append((samples, values.detach().sum(1, dtype=torch.float64), mask.sum(1)))
 
     def collect(self) -> SampleSums:
-        """Return and clear the sums; samples without tokens are left out."""
         rows = [zip(*(part.tolist() for part in parts), strict=True) for parts in self._seen]
         self._seen.clear()
         return {sample: (total, tokens) for part in rows for sample, total, tokens in part if tokens}
@@ -84,13 +81,11 @@ class RowSums:
 
 @dataclass
 class RatioHistogram:
-    """Histogram of log-ratios by domain, kept on the device until read."""
-
     domains: int = 1
     _counts: torch.Tensor | None = None
 
     def record(self, log_ratio: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor) -> None:
-        """Record log_ratio with mask [B, T-1] and domain_numbers [B] int64. NaN counts as the largest ratio."""
+        """Count unmasked log-ratios [B, T-1]. NaN counts as the largest."""
         log_ratio = log_ratio.detach().nan_to_num(nan=LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         place = torch.asinh(log_ratio.double() / FINE) / _SPAN
         bins = ((place + 1) * (BINS / 2)).long().clamp(0, BINS - 1) + BINS * domain_numbers[:, None]
@@ -99,19 +94,18 @@ class RatioHistogram:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def collect(self) -> np.ndarray:
-        """Return and clear the counts, int64 [domains, BINS]."""
         counts = torch.zeros(self.domains * BINS, dtype=torch.int64) if self._counts is None else self._counts.cpu()
         self._counts = None
         return counts.view(self.domains, BINS).numpy()
 
 
 def nearest_rank(percent: int, count: int) -> int:
-    """Rank, from 1, of a percentile among `count` numbers (nearest-rank method)."""
+    """Rank, from 1, of a percentile among `count` numbers."""
     return max(1, -(-percent * count // 100))
 
 
 def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
-    """Nearest-rank percentiles of the ratio from counts [BINS], as bin centres; NaN without counts."""
+    """Percentiles of the ratio from counts [BINS], as bin centres; NaN without counts."""
     total = np.cumsum(counts)
     if total[-1] == 0:
         return [math.nan] * len(percents)
@@ -121,5 +115,5 @@ def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float
 
 
 def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Absolute difference of both log-probs, and the k3 estimate of KL(rollout || trainer): [B, T-1], 0 where inputs are equal."""
+    """Return |difference| and the k3 estimate of KL(rollout || trainer), [B, T-1]."""
     return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")

@@ -1,5 +1,3 @@
-r"""Contents of \boxed{} in a text, as models and data sets mark final answers."""
-
 from __future__ import annotations
 
 import re
@@ -10,21 +8,20 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Matches content of a \boxed{} that counts as empty, such as the blank in a quoted question."""
+r"""Content that counts as an empty box, such as the blank in a quoted question."""
 
 
 def plain_boxes(text: str) -> str:
-    r"""Write \fbox{}, and boxes without braces, as \boxed{}."""
+    r"""Rewrite \fbox{}, and boxes without braces, as \boxed{}."""
     return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last closed, nonempty \boxed{}."""
     return next((text[start:end] for start, end in boxes(text) if not BLANK.fullmatch(text, start, end)), None)
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Start and end of the content of each closed \boxed{}, last first."""
+    r"""Return (start, end) of each closed box's content, last box first."""
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():

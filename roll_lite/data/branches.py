@@ -1,4 +1,4 @@
-"""Samples with several rows, which occur if an agent's requests branch. Batches without such samples have no column `branch`."""
+"""Samples with several training rows, from agents whose requests branch. Other batches lack the column `branch`."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from roll_lite.data.samples import Author, Branch
 
 
 class SampleRows(NamedTuple):
-    """Map between samples and their rows."""
-
     first: np.ndarray
-    """[samples]: number of each sample's first row."""
+    """[samples]: index of each sample's first row."""
     sample: np.ndarray
-    """[rows]: number of the sample that each row belongs to."""
+    """[rows]: index of each row's sample."""
 
     def total(self, column: torch.Tensor) -> torch.Tensor:
-        """Sums over each sample's rows: [rows] -> [samples]."""
         return torch.zeros(len(self.first), dtype=column.dtype).index_add(0, torch.from_numpy(self.sample), column)
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
-    """Map samples to rows; samples are in the order of their first rows. Group and index identify a sample; its first row has branch 0."""
+    """Map samples to rows. (group, index) identifies a sample; branch 0 is its first row."""
     identity = torch.stack([group, index], dim=1).numpy()
     _, number = np.unique(identity, axis=0, return_inverse=True)
     first = np.flatnonzero(branch.numpy() == 0)
@@ -37,13 +34,12 @@ def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) 
 
 
 def sample_rows_of(rows: DataProto) -> SampleRows | None:
-    """Map the batch's samples to their rows; None if every sample has one row."""
+    """Map samples to rows; None if every sample has one row."""
     return sample_rows(rows.tensor("group"), rows.tensor("index"), rows.tensor("branch")) if "branch" in rows else None
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Make the column `turn_rewards`: each response's reward on its last token, else 0. `rows`: rows, each with the rewards of all
-    responses (turns) of its sample."""
+    """Put each response's reward on its last token, 0 elsewhere. `rows`: (row, rewards of its sample's responses)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -56,8 +52,7 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Merge the rows of each sample into its first row. response_length is the sum over rows; min_version and max_version are the oldest
-    and newest of all rows; policy_tokens is the maximum, since max_tokens limits each row."""
+    """Merge each sample's rows into its first row. policy_tokens is the maximum, since max_tokens limits each row."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -1,5 +1,3 @@
-"""Check the domains' data before a run: files, rows, tags, filters, chat templates."""
-
 from __future__ import annotations
 
 import re
@@ -35,13 +33,12 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file, about two seconds' work. SCANNED_ROWS: JSON lines, and the tag column of tables. TABLE_ROWS: the other
-columns of tables."""
+"""Maximum rows checked per file (about two seconds); TABLE_ROWS for table columns other than the tag."""
 NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems with all data that the run reads: the domains' data, unless dumps are replayed, and algorithm.ptx's."""
+    """Check data of domains (unless dumps are replayed) and of algorithm.ptx."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -55,7 +52,6 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Check columns and values of each file's first rows. Checks that need the tokenizer are left out."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
@@ -79,7 +75,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Refuse a training folder that contains held-out files. Using one path as training and validation data is allowed."""
+    """Refuse a training folder that contains validation files. The same path for both is allowed."""
     held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
     for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -92,11 +88,11 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Function that reads the value from a row; raises RowError if unusable."""
+    """Raises RowError if the value is unusable."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """Columns to check in a split. Weights and difficulties are used only in training, report_by only in validation."""
+    """List the columns that a split uses: weight and difficulty only in training, report_by only in validation."""
     data, template = domain.data, domain.template
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
@@ -134,12 +130,11 @@ class _Scan:
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
-    """Column name -> the rows that lack it, as text for messages."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Setting -> (file and row of the first unusable value, message about it)."""
+    """Setting -> (row of its first bad value, message)."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """(tag that no domain lists, file) -> (row of its first use, message)."""
+    """(unknown tag, file) -> (row of first use, message)."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -185,7 +180,7 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (column, message) for wanted columns that a data file lacks. Unreadable files are skipped; they are reported elsewhere."""
+    """Yield (column, message) for each wanted column missing in a readable file. Other checks report unreadable files."""
     given = {"train": data.train, "validation": data.validation}
     read = [(path, data.preset_of(split)) for split, files in given.items() if files is not None for path in paths_of(files)]
     for file, preset in dict.fromkeys(read):
@@ -208,7 +203,7 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Placeholder for values of a table that were not read and are not checked."""
+"""Placeholder for table values that are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -217,8 +212,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield a table's rows for checking: the first TABLE_ROWS with all configured columns, later ones with only the tag. If a configured
-    column is missing, only the tags are read; if there is no tag column either, one row without values is yielded."""
+    """Yield TABLE_ROWS full rows, then rows with the tag only. If a configured column is missing, read tags only; without a tag column,
+    yield one empty row."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -1,5 +1,4 @@
-"""Write the columns of a batch to a Parquet file (zstd). Each row is a sample; token and transition columns become lists. Entry t of a
-transition column belongs to the prediction of token t + 1."""
+"""Write a batch to a zstd Parquet file, one row per sample."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ def rows_file(data_rank: int) -> str:
 
 
 def write_columns(path: Path, columns: DataProto) -> None:
-    """Write a batch to a Parquet file, atomically."""
     write_table(path, as_table(columns))
 
 
@@ -44,6 +42,5 @@ def as_array(column: Column) -> pa.Array:
 
 
 def _entries(values: torch.Tensor) -> pa.Array:
-    """Convert values to an Arrow array: [n] to numbers, [n, k] to lists of k numbers."""
     flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
     return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

@@ -1,4 +1,4 @@
-"""Find rollout dumps, read their headers, and check that a run can train on them. data/dumps.py writes and reads the rows."""
+"""Find rollout dumps, and check that a run can train on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Sampling settings that must be equal in dump and run, since they change the distribution of samples."""
+"""Sampling settings that change the distribution; dump and run must agree."""
 NAMED = 5
 
 
@@ -39,11 +39,9 @@ class DumpHeader:
     step: int
     config: dict[str, Any]
     tokenizer: str
-    """Checksum of the tokenizer (`tokenizer_checksum`)."""
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Statistics by domain over the samples to train on: their number (`samples`), and in tokens `longest_prompt`, `longest_response` and
-    `longest_row` (prompt and response; older dumps lack it)."""
+    """Sample count and maximum token counts of the trained samples, by domain. Older dumps lack `longest_row`."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -53,8 +51,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Find the dump file of each step; ValueError if there are none. `path`: folder of a run or of its dumps. Steps before a resume come
-    from the run that was resumed."""
+    """Return the dump of each step; ValueError if there are none. `path`: folder of a run or of its dumps. Earlier steps come from the run
+    that was resumed."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -81,7 +79,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata. ValueError if the file is no dump, damaged, or of another schema version."""
+    """Raises ValueError if the file is damaged, no dump, or of another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -196,8 +194,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that the training settings equal the dumped run's. If they differ, the policy after the first step differs from the one that
-    sampled the dumps, but old_log_probs `current` and `recompute` assume that both are equal."""
+    """Check that training settings equal the dumped run's. Otherwise the policy differs from the sampling policy, but old_log_probs
+    `current` and `recompute` assume that both are equal."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -212,7 +210,6 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """Name the settings that affect training after the first step and differ from the dumped run's (`made`); empty if none differs."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)
@@ -240,7 +237,7 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields newer than the dump. Settings that this version cannot read stay unchanged."""
+    """Add defaults for fields newer than the dump; unreadable settings stay unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -248,14 +245,12 @@ def _complete(section: type[Section], values: Any) -> Any:
 
 
 def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """LoRA settings that affect training; None if the run trains no adapters."""
     complete = _complete(LoraConfig, lora)
     return complete and {**complete, "targets": sorted(complete["targets"]), "export": None, "engines": None}
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """Configuration of this run, as a dump's header stores it. Raises Refused if a field that matters for the comparison with the dumped
-    run is invalid."""
+    """Return the configuration as a dump's header stores it. Raises Refused if a needed field is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")

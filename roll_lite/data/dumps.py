@@ -1,8 +1,4 @@
-"""Write and read dumps of rollouts: the samples of a step in a Parquet file (zstd). docs/replay.md lists the columns.
-
-`load_dump` returns the samples that were trained on. The file also has failed and filtered samples, and greedy baselines. Missing values
-are null.
-"""
+"""Write and read rollout dumps, one zstd Parquet file per step (columns: docs/replay.md)."""
 
 from __future__ import annotations
 
@@ -28,11 +24,10 @@ from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
-"""Tokens written and read at a time (30 MB)."""
+"""Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Function that fetches token blocks (tables of samples' tokens, workers/token_blocks.py) by their references; it returns None for a lost
-block."""
+"""Fetches token blocks (workers/token_blocks.py); None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -65,13 +60,12 @@ DESCRIPTION = {
     "scored_at": pa.float64(),
     "columns": pa.string(),
 }
-"""Columns of every dump, filled from the samples. The batch's other columns with one value per row follow."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
 LONGEST_COLUMN = 1000
-"""Maximum characters kept of a data column's value."""
+"""Maximum characters stored of a data column's value."""
 UNKNOWN = {"format_ok": False}
-"""Values to use in training if the dump has null, by column."""
+"""Values to train with where a dump has null."""
 
 
 # ---------------------------------------------------------------- writing
@@ -81,10 +75,9 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """Row in the training batch; None for a sample that is not trained on."""
+    """Row in the training batch; None if not trained on."""
     baseline: bool
     branch: int = 0
-    """Index of the row in its sample."""
 
     @property
     def path(self) -> Branch:
@@ -105,9 +98,10 @@ def write_dump(
     clock_offset: float = 0.0,
     rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
-    """Write a dump atomically. `groups`: all samples. `rows`: the batch of the samples to train on. `facts`: step, config, tokenizer and
-    stats, for the header. `kept_ids`: True if token blocks have that column. `clock_offset`: wall clock minus the event loop's clock, in
-    seconds. `rewards_of`: function that returns the rewards of a sample's responses; None unless turns have their own rewards."""
+    """Write a dump atomically.
+
+    `groups`: all samples. `rows`: trained samples. `facts`: header fields. `clock_offset`: wall clock minus event loop clock, in seconds.
+    `rewards_of`: returns a sample's turn rewards; None if turns have none."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
@@ -137,7 +131,6 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """List the samples' rows, group by group; a group's greedy baseline comes last."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     names = zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True)
     row_of = {name: row for row, name in enumerate(names)}
@@ -186,13 +179,12 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Times of request, last token and score, in seconds since 1970; None: not reached."""
+    """Return seconds since 1970; None if not reached."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
 
 def further_columns(prompt: Prompt) -> dict[str, Any]:
-    """A prompt's data columns except the prompt itself. Long values are shortened."""
     question = prompt.question
     own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
     return {name: _shortened(value) for name, value in own.items()}
@@ -208,12 +200,12 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """Escape lone surrogates: a program's output may contain them, but UTF-8 cannot encode them."""
+    """Escape lone surrogates: program output may contain them, but UTF-8 cannot encode them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Divide the samples into Parquet row groups of about ROW_GROUP_TOKENS tokens; yields at least one, possibly empty."""
+    """Yield row groups of about ROW_GROUP_TOKENS tokens; at least one, possibly empty."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -227,8 +219,7 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Token columns, with null for samples without tokens. If a token block is lost, raises RuntimeError for samples to train on, and
-    returns null for others."""
+    """Return token columns, null for samples without tokens. RuntimeError if a trained sample's tokens are lost."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -286,13 +277,12 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Samples that were trained on, in the batch's order and bit-identical. ValueError if the file is no dump, damaged, or of another
-    schema version."""
+    """Load the trained samples, bit-identical and in batch order. ValueError for an unusable file."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield the rows of `load_dump` by Parquet row group, since joining them takes twice the memory."""
+    """Yield the rows of `load_dump` by Parquet row group: joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -309,7 +299,6 @@ def dump_parts(path: Path) -> Iterator[DataProto]:
 
 
 def column_of(name: str, array: pa.Array) -> Column:
-    """Convert an Arrow array from a dump to the batch column `name`."""
     key = KEYS[name]
     if name in UNKNOWN:
         array = pc.fill_null(array, UNKNOWN[name])

@@ -26,12 +26,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that a computation reads and writes."""
-
     reads: tuple[str, ...] = ()
-    """Columns that the batch must have."""
     if_there: tuple[str, ...] = ()
-    """Optional columns, used if present."""
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -43,7 +39,6 @@ class Columns:
         return {*self.reads, *self.if_there}
 
     def of(self, present: Iterable[str]) -> list[str]:
-        """Columns to read from a batch whose columns are `present`: required ones, and optional ones that it has."""
         held = set(present)
         return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 

@@ -1,5 +1,3 @@
-"""Micro-batches: rows (samples) that pass through the model together, and are padded for the losses."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +16,22 @@ from roll_lite.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded rows of a batch: token columns [B, T], transition columns (one entry per predicted token) [B, T-1] or, with vectors, [B, T-1,
-    k], and row columns [B]."""
+    """Padded rows: token columns [B, T], transition columns (one entry per predicted token) [B, T-1] or [B, T-1, k], row columns [B]."""
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: predicted tokens that count in the loss; response_mask without its first token."""
+    """[B, T-1] bool: predicted tokens that count in the loss."""
 
 
 @dataclass(frozen=True)
 class MicroBatchOutputs:
-    """Outputs of the model for a micro-batch; [B, T-1] float32 unless noted."""
+    """Outputs of the model; [B, T-1] float32 unless noted."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
     distribution: torch.Tensor | None = None
-    """[B, T-1, V]: log-probs of all tokens of the vocabulary."""
+    """[B, T-1, V]: log-probs of the whole vocabulary."""
     final_value: torch.Tensor | None = None
     """[B]: the critic's value after the last token."""
 
@@ -45,22 +42,19 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Micro-batches are padded to a multiple of this many tokens, for sequence and context parallelism."""
+    """Pad to a multiple of this, for sequence and context parallelism."""
     count: int = 1
-    """The number of micro-batches per pass is a multiple of this: interleaved pipeline stages process this many before they switch to the
-    next model chunk."""
+    """Multiple for the number of micro-batches: interleaved pipeline stages run this many per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Row numbers of each micro-batch; every row is in exactly one. `lengths` [rows]: token counts. `parts`: number of micro-batches
-        that this rank must run because another rank needs as many; the rows may be spread over all of them."""
+        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: minimum number to aim for, because another
+        rank runs that many."""
 
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """Planner that takes a fixed number of rows per micro-batch, in batch order."""
-
     size: int
 
     def __post_init__(self) -> None:
@@ -74,15 +68,14 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Planner that makes as few micro-batches as possible, with at most `tokens` tokens each and about equal cost, so pipeline stages and
-    ranks do not wait for each other. A longer row is a micro-batch alone. Rows are sorted, longest first."""
+    """Planner with few micro-batches of at most `tokens` tokens and about equal cost, so that ranks do not wait. A longer row gets its own
+    micro-batch."""
 
     tokens: int
     rows: int | None = None
     attention_par: float = inf
     with_padding: bool = False
-    """True if padding counts as tokens. Needed if the model's outputs are padded and large, such as log-probs of the whole vocabulary for
-    each token."""
+    """Count padding as tokens. Needed for large padded outputs, such as log-probs of the whole vocabulary."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -101,8 +94,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Planner for models that pad: rows of similar length, as many as fit into `tokens` tokens including padding. A longer row is a
-    micro-batch alone."""
+    """Planner that groups rows of similar length, up to `tokens` tokens with padding. A longer row gets its own micro-batch."""
 
     tokens: int
     rows: int | None = None
@@ -119,12 +111,9 @@ class PaddedBudget:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """Division of a rank's rows into the micro-batches of one pass."""
-
     parts: tuple[np.ndarray, ...]
     count: int
-    """Micro-batches that this rank runs, at least 1. If other ranks need more micro-batches than this rank has `parts`, the last ones are
-    empty."""
+    """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty."""
     token_multiple: int = 1
 
     @staticmethod
@@ -134,8 +123,7 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Make a plan. `agree`: collective that returns the largest number of micro-batches over the ranks that must run equally many; None
-        if this rank plans alone."""
+        """Make a plan. `agree`: collective maximum over ranks that must run equally many micro-batches."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -150,7 +138,7 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Split a batch into `count` micro-batches; empty ones come last."""
+        """Split a batch; empty micro-batches come last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
@@ -159,7 +147,7 @@ class MicroBatchPlan:
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the micro-batches' outputs [B, T-1, ...] into a column in batch order, on the host and detached."""
+        """Join outputs [B, T-1, ...] into a host column in batch order."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -168,8 +156,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the micro-batches' outputs into a column in batch order. Each output is [tokens, ...]: the rows one after another, then
-        padding, which is dropped."""
+        """Join packed outputs [tokens, ...] into a column in batch order, dropping padding at the end."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)
@@ -181,7 +168,6 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_rows(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join the micro-batches' outputs [B] into a column in batch order, on the host and detached."""
         joined = torch.cat([torch.empty(0), *map(_on_host, self._with_rows(outputs))])
         return joined if self._order is None else joined[self._order]
 
@@ -192,7 +178,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Index that restores the batch's row order; None if the micro-batches keep it."""
+        """Index that restores batch order; None if in order."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -201,8 +187,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Pad rows to the longest one, with 0 or the column's value in VECTORS. Columns of Python objects are dropped. Without a response_mask,
-    the mask has all predicted tokens. An empty batch gets the width of one predicted token, so that losses still work."""
+    """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
+    tokens count. An empty batch has one predicted token, so that losses work."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

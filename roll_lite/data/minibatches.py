@@ -1,5 +1,5 @@
-"""Divide the global batch into mini-batches (rows of one optimizer step), and these over data-parallel ranks. A mini-batch's rows and token
-weights do not depend on the parallel layout."""
+"""Split the global batch into mini-batches, and these over data parallel ranks. Rows and token weights do not depend on the parallel
+layout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from roll_lite.algorithms.losses import Aggregation, row_weights
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Rows of one optimizer step, or one rank's share of them."""
+    """Rows of one optimizer step, or a rank's share of them."""
 
     epoch: int
     samples: np.ndarray
-    """int64 [rows]: values of the column `sample`, a sample's number in its batch."""
     weights: np.ndarray
-    """float32 [rows]: loss weight of each policy token in the row."""
+    """float32 [rows]: loss weight per policy token of a row."""
 
     def share(self, rows: np.ndarray) -> MiniBatch:
         return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
@@ -40,11 +39,11 @@ def cut_mini_batches(
     owners: np.ndarray | None = None,
     rows_are_sequences: bool = False,
 ) -> list[MiniBatch]:
-    """Divide the batch into mini-batches: `mini_batches` per epoch, whose sizes differ by at most one sample. Each epoch has its own seeded
-    order. Rows with train_weight 0 and empty mini-batches are left out.
+    """Split the batch into `mini_batches` per epoch, in a seeded order per epoch. Rows with train_weight 0 and empty mini-batches are
+    dropped.
 
-    `owners`: sample number of each row, if samples have several rows. A sample's rows stay in one mini-batch, and are one sequence for the
-    aggregation unless `rows_are_sequences`."""
+    `owners`: sample of each row, if samples have several rows. A sample's rows stay together, as one sequence for the aggregation unless
+    `rows_are_sequences`."""
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
     sequences = np.arange(len(samples)) if rows_are_sequences else owners
@@ -63,14 +62,12 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
-    """Relative cost of rows by length in tokens. Attention is quadratic; at `attention_par` tokens it costs as much as the rest of the
-    model."""
+    """Return relative costs. At `attention_par` tokens, attention costs as much as the rest of the model."""
     return tokens * (1 + tokens / attention_par)
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks with about equal cost. Returns for each rank its shares, one of each mini-batch. `costs`: sample
-    number -> cost."""
+    """Split each mini-batch over the ranks at about equal cost; returns each rank's shares. `costs`: by sample number."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
@@ -79,11 +76,8 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Split rows into parts of about equal cost, with at most `most_rows` rows each. Returns the row numbers of each part, ascending.
-
-    Each row, costliest first, goes to the cheapest part so far; of equally cheap parts, to the one with fewer rows, then the lower number.
-    No part is empty if there are enough rows.
-    """
+    """Split rows into parts of about equal cost and at most `most_rows` rows. Rows, costliest first, go to the cheapest part so far; ties
+    go to the part with fewer rows, so that no part is empty if there are enough rows."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

@@ -1,4 +1,4 @@
-"""`roll-lite data`: lists and shows presets, and writes their rows to files."""
+"""`roll-lite data`: list and show presets, and write their rows to files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def list_presets() -> int:
 
 
 def show_preset(name: str) -> int:
-    """Print a preset's entry: where its rows come from, and what a domain with it sets."""
     try:
         entry = preset(name)
     except ValueError as error:
@@ -36,7 +35,7 @@ def show_preset(name: str) -> int:
 
 
 def prepare(name: str, split: str, source: str | None, out: Path | None) -> int:
-    """Convert the rows of a preset's split, or of the file `source`, write them as JSON lines, and tell what was left out."""
+    """Write a preset's split, or the file `source`, as JSON lines, and print what was left out."""
     target = absolute_path(out or Path(f"{name}_{split}.jsonl"))
     left_out: Counter[str] = Counter()
     mistakes: list[str] = []

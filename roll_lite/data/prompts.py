@@ -1,4 +1,4 @@
-"""Read, check and tokenize a domain's prompts at the start of a run, and serve them in a seeded, resumable order."""
+"""Read, check and tokenize a domain's prompts, and serve them in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Split = Literal["train", "validation"]
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
 ROWS_AT_ONCE = 1024
-"""Rows tokenized together: the tokenizer's output takes ten times the memory of the ids."""
+"""Rows tokenized at a time: tokenizer output takes ten times the memory of the ids."""
 
 
 class PromptSet:
@@ -43,7 +43,7 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Tuple of column names -> number that rows store instead of the names."""
+        """Column names -> number that rows store instead."""
 
     def add(
         self,
@@ -54,7 +54,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """Add a prompt. `weight`: loss weight of its samples. `question`: the prompt without template."""
+        """`weight`: loss weight of the samples. `question`: the prompt without template."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -105,8 +105,7 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's data files. One ValueError reports up to ten mistakes in them. `domains`: all domains; in shared files, rows of other
-    domains are left out. `limit`: maximum prompts."""
+    """Read a domain's data files. One ValueError reports up to ten mistakes. `domains`: all domains, to skip their rows in shared files."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -148,14 +147,11 @@ class _Read:
 
 
 class _Loader:
-    """Reads one domain's files into a PromptSet and collects mistakes. `owners`: finds the domain of a row by its tag; None without a tag
-    column."""
-
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
-        """(tokens, file and row) of prompts longer than max_prompt_tokens."""
+        """(tokens, file and row) of prompts over max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._preset = config.data.preset_of(split)
@@ -185,7 +181,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Check a row and render its prompt; None if the row is left out. ValueError if the row is unusable."""
+        """Render a row's prompt; None if left out. ValueError if unusable."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1
@@ -204,7 +200,6 @@ class _Loader:
         return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
     def _reason_left_out(self, content: Mapping[str, Any], file: Path) -> str | None:
-        """Why a row is left out; None to use it."""
         data = self._data
         if data.tag is not None and self._owners is not None:
             tag = tag_of(content, data.tag)
@@ -257,7 +252,7 @@ SAME_DATA = "Use the same data, or give the domain another name, under which it 
 
 
 class PromptOrder:
-    """Endless order of prompts. Each epoch has every prompt once, in a new random order that depends only on seed, domain and epoch."""
+    """Endless order of prompts: each epoch has every prompt once, shuffled by seed, domain and epoch."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:
@@ -274,7 +269,6 @@ class PromptOrder:
         return self._epoch + (self._position == self._count)
 
     def next(self) -> tuple[int, int]:
-        """(epoch, uid) of the next prompt."""
         if self._position == self._count:
             self._epoch += 1
             self._position = 0
@@ -284,7 +278,7 @@ class PromptOrder:
         return self._epoch, index
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        # Sorts raw random bits, which are the same in all numpy versions; numpy does not promise that for permutation().
+        # Sorts raw random bits: numpy keeps these equal in all versions, but not permutation().
         digest = hashlib.sha256(f"{self._seed}/{self._domain}/{epoch}".encode()).digest()
         return np.argsort(np.random.PCG64(int.from_bytes(digest)).random_raw(self._count), kind="stable")
 
@@ -292,8 +286,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if the number of prompts, seed or domain differ, or if the saved order mixed files by
-        shares, which this class does not. The prompts themselves are not compared."""
+        """Continue from a saved state. ValueError if prompt count, seed or domain differ, or if the saved order mixed several files.
+        Prompts are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

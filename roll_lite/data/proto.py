@@ -1,5 +1,3 @@
-"""DataProto: an immutable batch of named columns, which keys.py declares."""
-
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -26,11 +24,11 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns whose entries are vectors [k] -> value that pads a vector to the largest k."""
+"""Columns with vector entries [k] -> padding value."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
-    """Make a column of Python objects. numpy alone would turn lists into further dimensions."""
+    """Make a column of Python objects; numpy alone would turn lists into dimensions."""
     listed = list(items)
     column = np.empty(len(listed), dtype=object)
     for i, item in enumerate(listed):
@@ -40,8 +38,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Batch: columns with one row per sample. By kind, ROW columns are tensors [rows], TOKENS and TRANSITIONS are Ragged, OBJECT are numpy
-    object arrays. Never write to them, since they may be in Ray's shared object store."""
+    """Immutable batch, one row per sample. ROW columns are tensors [rows], TOKENS and TRANSITIONS Ragged, OBJECT numpy object arrays. Never
+    write to columns: they may be in Ray's object store."""
 
     columns: Mapping[str, Column]
 
@@ -104,7 +102,7 @@ class DataProto:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of prompt and response tokens, [rows] int64."""
+        """[rows] int64: prompt and response tokens."""
         for name, column in self.columns.items():
             if isinstance(column, Ragged):
                 return column.lengths if KEYS[name].kind is Kind.TOKENS else column.lengths + 1
@@ -121,7 +119,6 @@ class DataProto:
     # ------------------------------------------------------------ rows
 
     def take(self, index: Index) -> DataProto:
-        """Rows in the order of `index`, which may contain a row twice."""
         rows = as_index(index, len(self))
         numbers = rows.numpy()
         taken = {
@@ -131,7 +128,7 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Rows `start` to `stop` (exclusive). Tokens are not copied."""
+        """Return rows without copying tokens."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {
@@ -141,7 +138,6 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Join the rows of all parts in order. All parts must have the same columns."""
         if not parts:
             raise ValueError("concat: no batches given")
         for number, part in enumerate(parts):
@@ -152,7 +148,6 @@ class DataProto:
         return DataProto(joined)
 
     def group_by(self, key: str) -> dict[Hashable, DataProto]:
-        """Group rows by a column's value, in order of first appearance."""
         column = self[key]
         if isinstance(column, Ragged):
             raise ValueError(f"group_by: {key!r} has several entries per row; only columns with one value per row can group")
@@ -205,7 +200,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file whose mode follows the umask; the library itself uses 0600."""
+    """Write a file with the umask's mode; safetensors itself uses 0600."""
     from safetensors.torch import save_file
 
     path.touch()

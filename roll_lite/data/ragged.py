@@ -1,5 +1,3 @@
-"""Ragged columns (rows of different lengths): flat values and offsets in host memory, never written in place."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,8 +13,8 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Column with rows of different lengths: row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1] int64, from 0. `values`:
-    [sum of lengths, ...], numbers or tensors of one shape."""
+    """Rows of different lengths, in host memory, never written in place: row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1]
+    int64. `values`: [sum of lengths, ...]."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -36,7 +34,6 @@ class Ragged:
 
     @staticmethod
     def from_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Ragged:
-        """Make a column of one tensor per row. `dtype`: needed if there are no rows."""
         dtype = dtype or (rows[0].dtype if rows else torch.float32)
         values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
         return Ragged(values, _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64)))
@@ -68,11 +65,9 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[torch.Tensor]:
-        """Rows, as views of `values`."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:
-        """Rows in the order of `index`, which may contain a row twice."""
         rows = as_index(index, len(self))
         lengths = self.lengths[rows]
         offsets = _offsets(lengths)
@@ -80,7 +75,7 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows `start` to `stop` (exclusive). Values are not copied."""
+        """Return rows without copying values."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -88,7 +83,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join the rows of several columns. `fill`: pads vectors [k] to the largest k; without it, different k are refused."""
+        """Join rows. `fill` pads vectors [k] to the largest k; without `fill`, all vectors need the same k."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -99,7 +94,6 @@ class Ragged:
         return Ragged(torch.cat(values), _offsets(torch.cat([part.lengths for part in parts])))
 
     def to_padded(self, pad_value: float | int | bool, length: int | None = None) -> torch.Tensor:
-        """Pad to [rows, length, ...]; `length` defaults to the longest row's."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if length is None else length
         if width < longest:
@@ -109,7 +103,6 @@ class Ragged:
         return padded
 
     def equals(self, other: Ragged) -> bool:
-        """True if rows and dtype are the same. NaN equals NaN."""
         return torch.equal(self.offsets, other.offsets) and same_tensor(self.values, other.values)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,12 +114,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Convert to a contiguous array, so pickling a slice does not pickle the whole tensor."""
+    """Make contiguous, so that pickling a slice does not pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Wrapper that presents read-only memory as writable, since torch would warn about read-only arrays. Keeps the memory alive."""
+    """Read-only memory presented as writable: torch warns about read-only arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -134,21 +127,21 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Tensor that shares the array's memory, which may be read-only: never write to the tensor."""
+    """Share the array's memory, which may be read-only: never write to the tensor."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """True if dtype, shape and entries are the same. NaN equals NaN."""
+    """Compare tensors; NaN equals NaN."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """Convert row numbers to a tensor [n] int64. Boolean masks are refused, since they would be taken for rows 0 and 1."""
+    """Convert to int64 [n]. Boolean masks are refused: they would be read as rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -166,7 +159,7 @@ def _rebuild(values: np.ndarray, offsets: np.ndarray) -> Ragged:
 
 
 def _widened(values: list[torch.Tensor], fill: float | int) -> list[torch.Tensor]:
-    """Pad tensors [n, k] to the largest k. Tensors without entries may have any shape."""
+    """Pad tensors [n, k] to the largest k; empty tensors may have any shape."""
     width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
     return [
         torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)

@@ -1,4 +1,4 @@
-"""Read and check the values of a data row, and find its domain. `roll-lite check` and runs share these rules."""
+"""Read and check the values of a data row; shared by `roll-lite check` and runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from roll_lite.config.schema.domains import DataFiles, DomainConfig
 from roll_lite.data.sources import paths_of, shards_of
 
 LARGEST_WEIGHT = 3.4028234663852886e38
-"""Largest float32."""
 
 
 class RowError(ValueError):
-    """A value in a data column is unusable."""
-
     def __init__(self, column: str, problem: str) -> None:
         super().__init__(f"column {column!r}: {problem}")
         self.problem = problem
@@ -37,7 +34,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """A column's value as text for a template's placeholder. `setting`: YAML path of the template, for messages."""
+    """Return the text for a placeholder. `setting`: YAML path of the template."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -47,7 +44,6 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
 
 
 def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list[dict[str, str]]:
-    """A column's value as chat messages. `system`: the template's system message, put first."""
     prompt = cell(row, column)
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
@@ -87,7 +83,6 @@ def difficulty_of(row: Mapping[str, Any], column: str) -> float:
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
-    """Loss weight of a row's samples; 1 if no column is configured."""
     weight = 1.0 if column is None else cell(row, column)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
@@ -95,7 +90,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Files for a tool's folder: name -> text. Null texts are dropped: tables have null for a file name that only other rows use."""
+    """Return name -> text without nulls: in tables, a row has null for the files of other rows."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
@@ -103,7 +98,7 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Files of the given data. Missing or broken ones are skipped; they are reported elsewhere."""
+    """Return the given files without missing or broken ones, which other checks report."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -112,8 +107,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds a row's domain in a data file that several domains share. It is the domain that reads the file, has `column` as its tag column,
-    and lists the row's tag."""
+    """Finds a row's domain in a file shared by domains: the domain that reads the file and lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
@@ -122,7 +116,6 @@ class TagOwners:
         self._of_file: dict[Path, dict[str, str]] = {}
 
     def owner(self, tag: str, file: Path) -> str | None:
-        """Domain that lists this tag and reads this file; None if no domain would use the row."""
         return self._owners(file).get(tag)
 
     def why_nobody(self, tag: str, file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Read rows of data files in parts: JSON lines, JSON, CSV, parquet or arrow; a file, a folder, or a data set of the hub."""
+"""Read rows of data files, folders, and data sets of the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Kinds of files that are read if they are named. In folders such files are often no data."""
+"""Kinds read if a file is named. In folders, only KINDS are read: CSV and JSON files there are often no data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -31,7 +31,6 @@ class Shard(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """True if the file declares its columns."""
         return self.kind in ("parquet", "arrow")
 
 
@@ -39,10 +38,10 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """Unit of row numbers, which start at 1: "line" or "row"."""
+    """Row numbers count "line"s or "row"s, from 1."""
     number: int
     content: dict[str, Any] | str
-    """Columns of the row or, if it is unreadable, the reason as a text."""
+    """Columns, or why the row is unreadable."""
 
     @property
     def place(self) -> str:
@@ -57,8 +56,7 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """The data file or, for a folder, its data files in order. A folder may be a data set saved by Hugging Face `datasets`, or hold files
-    of one kind and one split. ValueError for anything else."""
+    """List data files. A folder may be saved by Hugging Face `datasets`, or hold files of one kind and split; ValueError otherwise."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -94,8 +92,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse files of several splits, since held-out rows must not be trained on. If no name tells a split, names may differ only in digits
-    and punctuation."""
+    """Refuse files of several splits, which would train on held-out rows. Names without a split may differ only in digits and
+    punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -107,7 +105,6 @@ def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
 
 
 def _saved(folder: Path) -> list[Shard]:
-    """Files written by `Dataset.save_to_disk`."""
     state = read_object(folder / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
@@ -127,14 +124,12 @@ def _saved(folder: Path) -> list[Shard]:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Rows of a file or folder in order. ValueError for an unreadable file."""
     for index, shard in enumerate(shards_of(path)):
         yield from shard_rows(shard, index)
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Rows of a file. `index`: index of the file in its folder. `columns`: columns to read of a table (None: all); JSON lines are always
-    read whole."""
+    """Yield rows. `columns`: columns to read of a table (None: all)."""
     try:
         contents = _table(shard, columns) if shard.kind not in ("jsonl", "json") else _json_rows(shard)
         for number, content in contents:
@@ -144,7 +139,6 @@ def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = Non
 
 
 def _json_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Rows of JSON lines, or of a .json file with a list of objects."""
     with shard.path.open("rb") as file:
         is_list = shard.kind == "json" and file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
     if not is_list:
@@ -155,8 +149,7 @@ def _json_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number, row or reason why it is unreadable). Lines are read as bytes: text mode would also split at characters that JSON
-    allows in strings. Blank lines are skipped."""
+    """Yield (line number, row or error). Reads bytes: text mode would also split at characters that JSON allows in strings."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -191,7 +184,6 @@ def _lone_surrogate(row: Any) -> str | None:
 
 
 def declared_columns(shard: Shard) -> list[str]:
-    """Column names of a parquet or arrow file. ValueError if it is unreadable."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -235,7 +227,7 @@ def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _arrow_reader(file: Path) -> Any:
-    """Open an arrow file for reading. Hugging Face writes the stream format, others the file format."""
+    """Hugging Face writes the stream format, others the file format."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     source = memory_map(str(file))

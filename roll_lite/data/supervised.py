@@ -29,8 +29,7 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Each token that counts in the loss has the weight algorithm.ptx.coef divided by the number
-        of such tokens, so the loss is coef times the mean cross-entropy."""
+        """Draw the rows of one optimizer step. Token weights make the loss algorithm.ptx.coef times the mean cross-entropy."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -44,18 +43,16 @@ class SupervisedRows:
         )
 
     def distinct_ids(self) -> set[int]:
-        """Distinct token ids of the first LOOKED_AT (10,000) rows."""
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
-        """Draw the rows of the next `updates` optimizer steps, split over `ranks`. Returns one batch per step for each rank.
-        `attention_par`: see RankLayout."""
+        """Draw the rows of `updates` optimizer steps; returns one batch per step for each rank."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row's token ids, and a mask of those that count in the loss: answer and end of sequence, or all if the data has no answers."""
+        """Return token ids and a mask of learned ones: answer and end of sequence, or all without answers."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
@@ -81,7 +78,7 @@ class SupervisedRows:
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:
-    """Append supervised rows to the policy's rows (`own`). Columns that supervised rows lack are filled with padding."""
+    """Append supervised rows; columns that they lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

@@ -1,5 +1,3 @@
-"""Templates turn a row of the data into the model's text and tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +10,7 @@ from roll_lite.data.row_values import RowError, messages_of, text_of
 from roll_lite.files import first_line, read_text
 
 Tokenizer = Any
-"""Hugging Face tokenizer; untyped, since importing transformers is slow."""
+"""Untyped, since importing transformers is slow."""
 
 
 def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
@@ -28,15 +26,12 @@ def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
 
 
 class Template:
-    """Renders and tokenizes rows. `setting`: YAML path of the template, for messages."""
-
     def __init__(self, config: TemplateConfig, prompt_column: str, tokenizer: Tokenizer, setting: str) -> None:
         self._config = config
         self._prompt_column = prompt_column
         self._tokenizer = tokenizer
         self._setting = setting
         self._chat_template: str | None = None
-        """Chat template read from a file; None to use the tokenizer's."""
         self._placeholders: list[str] = []
         if isinstance(config, PlainTemplateConfig):
             self._placeholders = _placeholders(config.text, f"{setting}.text")
@@ -46,7 +41,7 @@ class Template:
             raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """A row's text. RowError if a column's value cannot be used."""
+        """Raises RowError if a column's value cannot be used."""
         if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
@@ -59,8 +54,8 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize texts. Plain text gets the special tokens that the tokenizer adds by itself, as in pre-training (BOS for Llama, none for
-        Qwen). The text of a chat template already contains special tokens."""
+        """Tokenize. Plain text gets the tokenizer's own special tokens (BOS for Llama, none for Qwen); a chat template's text already has
+        them."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

@@ -1,5 +1,3 @@
-"""Load a user's function by its dotted path."""
-
 from __future__ import annotations
 
 import importlib
@@ -12,8 +10,8 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str, or_class: bool = False) -> Callable[..., Any]:
-    """Load the function named "package.module.function". ValueError if that fails. `path`: YAML path of the setting, `shape`: signature of
-    the function; both for messages. `or_class`: allow a class."""
+    """Load "package.module.function"; ValueError on failure. `path` (the YAML path) and `shape` (the expected signature) are for
+    messages."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -39,7 +37,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
 
 
 def search_current_folder() -> str:
-    """Add the current folder to the import path, since a script's path has only the script's own folder. Returns the folder."""
+    """Add the current folder to the import path, which has only a script's own folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -47,5 +45,5 @@ def search_current_folder() -> str:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """Insertion for a message: "did you mean" with the nearest known name; empty if none is near."""
+    """Return a "did you mean" insertion for a message; empty if no name is near."""
     return or_nearest(word, known).replace(";", ",", 1)

@@ -1,5 +1,3 @@
-"""Read and check LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,7 +10,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 A, B = "lora_A", "lora_B"
 """PEFT's names of the LoRA matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""LoRA ranks for which vLLM can reserve memory. For another rank, it reserves as much as for the next larger one."""
+"""Ranks for which vLLM reserves memory; another rank takes as much as the next larger one."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -21,16 +19,16 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""PEFT settings that change the computation, with the only supported value of each."""
+"""PEFT settings that change the computation -> only supported value."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings. The adapted layers are known from the weights file, the initialization from init_lora_weights."""
+"""Ignored PEFT settings. The weights file tells the adapted layers, init_lora_weights the initialization."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of PEFT's init_lora_weights that leave the base model unchanged. Others move a part of its weights into the adapters."""
+"""Values of init_lora_weights that leave the base model unchanged; others move parts of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:
@@ -48,7 +46,6 @@ def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) 
 
 
 def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
-    """Yield the reasons why training cannot start from the LoRA adapters in a folder."""
     missing = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if not is_file(folder / name)]
     if missing:
         yield f"has no {' and no '.join(missing)}; expected adapters in PEFT's format"
@@ -80,13 +77,12 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """LoRA target that a weight belongs to: q_proj for self_attn.q_proj.weight. None for tensors that are no weights."""
+    """LoRA target of a weight (q_proj for self_attn.q_proj.weight); None for tensors that are no weights."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 
 
 def adapter_name(weight: str, matrix: str) -> str:
-    """Return PEFT's name of the LoRA matrix (A or B) that belongs to a weight."""
     return f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight"
 
 

@@ -12,16 +12,16 @@ from roll_lite.files import elsewhere, kind_of, read_object
 from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
 MODEL_FILE = "model.json"
-"""File in a role's checkpoint that contains the model's `tensor_facts`."""
+"""File with `tensor_facts` in a role's checkpoint."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
-"""Fields of HfConfig that do not affect names, shapes or number of tensors."""
+"""Fields of HfConfig that do not affect the tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""`model_type`s that the Megatron strategy reads and writes."""
+"""`model_type`s that the Megatron strategy supports."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, including models that roll_lite cannot train."""
+    """Sizes of a model, also of models that roll_lite cannot train."""
 
     model_type: str
     layers: int
@@ -29,13 +29,13 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Feed-forward size of the layers without experts; None if all layers have experts."""
+    """Feed-forward size of dense layers; None if all layers have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts. None for a dense model, or if config.json has the number in an unknown field."""
+    """Number of experts; None for dense models, or if config.json has it in an unknown field."""
     expert_feed_forward: int | None = None
 
 
@@ -44,11 +44,10 @@ class ExpertsConfig:
     count: int
     per_token: int
     feed_forward: int
-    """Feed-forward size of one expert."""
     normalised: bool
-    """True if the router's weights for a token's experts are normalised to sum to 1."""
+    """True if the router's weights of a token's experts are normalised to sum to 1."""
     layers: tuple[bool, ...]
-    """For each layer, whether it has experts; the others are dense."""
+    """[layers]: True if the layer has experts."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,12 @@ class HfConfig:
     @property
     def attention_par(self) -> float:
         """Row length in tokens at which attention costs as many operations as the weight matrices."""
-        # Each token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
+        # A token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
         return self.hidden * self._columns / (self.heads * self.head_dim)
 
     def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
-        """Floating-point operations of a forward pass over rows of these lengths, two for each multiplication with a weight and in
-        attention, which sees only the token itself and earlier ones. Norms, softmax, embeddings and a value head do not count. `outputs`:
-        number of tokens that reach the output layer."""
+        """Count the FLOPs of a forward pass for weights and causal attention. Norms, softmax, embeddings and a value head are ignored.
+        `outputs`: tokens that reach the output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
@@ -110,31 +108,31 @@ class HfConfig:
         return tokens * self.token_flops(pairs / max(tokens, 1)) + 2 * outputs * self.hidden * self.vocab_size
 
     def token_flops(self, seen: float) -> float:
-        """Those of one token without the output layer, if it sees `seen` tokens."""
+        """Count the FLOPs of one token that attends to `seen` tokens, without the output layer."""
         routers = 0 if self.experts is None else sum(self.experts.layers) * self.experts.count
         of_weights = self.hidden * (self.layers * self._columns + routers)
         return 2 * (of_weights + 2 * seen * self.layers * self.heads * self.head_dim)
 
     @property
     def _columns(self) -> float:
-        """Number of weights that a token uses in a layer, divided by `hidden`; mean over the layers."""
+        """Weights that a token uses in a layer, divided by `hidden`; mean over the layers."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Facts about the model that determine a checkpoint's tensors, as JSON values. `has_values`: the model is a critic."""
+        """Return the model facts that determine a checkpoint's tensors, as JSON values."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
     def _used_feed_forward(self, layer: int) -> int:
-        """Feed-forward size that one token uses in this layer, summed over the token's experts."""
+        """Feed-forward size that a token uses in this layer, over all its experts."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint is of another model or precision. A checkpoint without model.json is accepted."""
+    """Raise ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)
@@ -144,7 +142,6 @@ def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json. A ValueError names the file and what is wrong."""
     if (found := kind_of(folder)) != "folder":
         raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{elsewhere(folder)}")
     if kind_of(folder / "config.json") is None:
@@ -153,7 +150,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model_shape(folder: Path) -> ModelShape:
-    """Read a model's shape. A ValueError names the file and what is wrong."""
     raw = read_config(folder)
     try:
         heads = _size(raw, "num_attention_heads", most=_MANY)
@@ -183,7 +179,7 @@ _MANY = 10_000
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Return a field's value, which must be a positive integer; the default if it is missing or null."""
+    """Return a positive integer field, or the default if it is missing or null."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -195,8 +191,7 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: i
 
 
 def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequence[str] = HEADS) -> HfConfig:
-    """Read the architecture of a model that can be trained. A ValueError names all unsupported fields. `key`: YAML path of the folder's
-    setting. `architectures`: allowed suffixes of the architecture's name."""
+    """Read the architecture of a trainable model. ValueError names all unsupported fields. `key`: YAML path of the folder."""
     try:
         raw = read_config(folder)
     except ValueError as error:
@@ -218,13 +213,13 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Sliding attention window in tokens; None: the whole context. Mistral's default is 4,096."""
+    """Return the sliding attention window; None: the whole context. Mistral's default is 4,096."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Number of key/value heads: the model family's default if missing, `heads` if null."""
+    """Return the number of key/value heads: the family's default if missing, `heads` if null."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 
@@ -237,7 +232,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """Read the fields of config.json. Missing ones get transformers' defaults."""
+    """Build the architecture; missing fields get transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
@@ -270,8 +265,7 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
 
 
 def _experts_field(raw: Mapping[str, Any]) -> str:
-    """Name of the field with the number of experts: transformers 5 writes num_local_experts, published Qwen3-MoE models have
-    num_experts."""
+    """Name of the expert-count field: transformers 5 writes num_local_experts, published Qwen3-MoE models num_experts."""
     return "num_experts" if "num_experts" in raw else "num_local_experts"
 
 

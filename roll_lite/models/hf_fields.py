@@ -1,7 +1,7 @@
-"""Check the fields of config.json. Unknown fields are refused by name, since they might change what a model computes.
+"""Check the fields of config.json. Unknown fields are refused, since they might change the model.
 
-Known fields are from transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig and MistralConfig, and from published models. A
-field is ignored only if engines ignore it too; they read more fields than transformers (vLLM: is_causal, layer_types)."""
+Known fields are those of transformers' config classes and of published models. A field is ignored only if engines ignore it too; they read
+more fields than transformers (vLLM: is_causal, layer_types)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_OF_EXPERTS = _names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
-"""Fields of models with experts. The last two are ignored, since balance_coef sets the load-balancing loss."""
+"""Fields of models with experts. The last two are ignored: balance_coef sets the load-balancing loss."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
@@ -42,7 +42,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "quantised weights cannot be trained; take the model in bfloat16 or float32"),
     "compression_config": ((None,), "compressed weights cannot be trained; take the model in bfloat16 or float32"),
 }
-"""Fields that change the model -> supported values (1 equals 1.0, 0 equals 0.0) and the reason."""
+"""Fields that change the model -> (supported values, reason)."""
 
 OF_FILES = _names(
     """transformers_version dtype torch_dtype use_cache initializer_range max_window_layers pretraining_tp _name_or_path name_or_path
@@ -53,9 +53,9 @@ OF_FILES = _names(
 )
 """Ignored fields: about files, training, and transformers itself."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
-"""Ignored fields of classifiers; reward models are checked in config/checks/scoring_models.py."""
+"""Ignored fields of classifiers; config/checks/scoring_models.py checks reward models."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
-"""Ignored length limits. Engines themselves report requests that exceed them."""
+"""Ignored length limits; engines report requests that exceed them."""
 OF_GENERATION = _names(
     """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id end_token_id max_length
     max_new_tokens min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -65,14 +65,14 @@ OF_GENERATION = _names(
     begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
     target_lookbehind"""
 )
-"""Ignored special tokens and sampling defaults, since requests carry their own sampling parameters."""
+"""Ignored special tokens and sampling defaults: requests carry their own sampling parameters."""
 WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Supported suffixes of an architecture's name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Suffixes of architectures that generate text. Engines would load others, but without generation."""
+"""Architectures that generate text. Engines would load others, but without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -82,7 +82,7 @@ _ROPE_FIELDS = {
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
-    """Yield a message for each unsupported field. `heads`: allowed suffixes of the architecture's name."""
+    """Yield a message per unsupported field. `heads`: allowed suffixes of the architecture's name."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]
@@ -102,7 +102,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse `layer_types` unless all layers have the attention that the trainer applies: vLLM would follow `layer_types`."""
+    """Refuse `layer_types` that differ from the trainer's attention, since vLLM would follow them."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]
@@ -114,7 +114,7 @@ def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
 
 
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
-    """Check the architecture's name, by which vLLM and SGLang choose a model's code (not by model_type)."""
+    """Check the architecture's name: vLLM and SGLang choose the model's code by it, not by model_type."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
         known = [architecture(family, head) for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
@@ -126,9 +126,8 @@ def architecture(family: str, head: str) -> str:
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the RoPE settings as one dictionary with rope_type and rope_theta. Raises ValueError if they are not supported.
-
-    transformers 5 writes rope_parameters; earlier versions wrote rope_theta beside rope_scaling."""
+    """Return the RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes rope_parameters, earlier
+    versions rope_theta and rope_scaling."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for name, given in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""Read and check a model's tensors and token ids, from safetensors headers and tokenizer files."""
+"""Check a model's tensors and token ids, from safetensors headers and tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Supported dtypes of weights. Integers and 8-bit floats would need the scales of their quantization."""
+"""Supported dtypes of weights. Quantized dtypes would need their scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
-"""Dtype -> (mask of the exponent bits, which are all set in NaN and infinity; bytes per number)."""
+"""Dtype -> (mask of the exponent bits, all set in NaN and infinity; bytes per number)."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of ignored tensors. Old checkpoints store them, but models compute them."""
+"""Suffixes of ignored tensors: old checkpoints store them, but models compute them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Byte offset in the file."""
     stop: int
 
     def blocks(self) -> Iterator[bytes]:
@@ -43,7 +42,7 @@ class StoredTensor:
                 yield content[position : min(position + _BLOCK, self.stop)]
 
     def zero_rows(self, rows: Iterable[int]) -> list[int]:
-        """Return those of the given rows that are all zero."""
+        """Return the given rows that are all zero."""
         size = (self.stop - self.start) // self.shape[0]
         nothing = bytes(size)
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -60,8 +59,8 @@ ZERO_ROWS_SHOWN = 5
 
 
 def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
-    """Return a warning if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand. `setting`: YAML
-    path of the model. `where`: where the tokens occur."""
+    """Warn if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand. `where`: completes the
+    message."""
     try:
         zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
     except (ValueError, KeyError):  # reported when the weights are loaded
@@ -78,7 +77,7 @@ def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Tensors in a folder's safetensors files by name. ValueError for broken or missing files."""
+    """Return a folder's safetensors tensors by name. ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -133,7 +132,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Hash of names, dtypes, shapes and first bytes of all tensors. ValueError for broken files."""
+    """Hash names, dtypes, shapes and first bytes of all tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -144,7 +143,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """Message if the stored tensors do not fit the model, else None. `head`: name of the head's tensor."""
+    """Return a message if the stored tensors do not fit the model. `head`: name of the head's tensor."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]
@@ -162,7 +161,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 
 
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
-    """Message if there are tensors that the model does not use, else None. An unused language-model head is allowed."""
+    """Return a message if the model does not use some tensors. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
     if not unknown:
@@ -172,7 +171,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Message if a tensor contains NaN or infinity, else None. Reads only the first numbers of the first tensors."""
+    """Return a message if a tensor contains NaN or infinity. Reads only the first numbers of the first tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -186,7 +185,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Message if a stored tensor has another shape or dtype than wanted, else None. `by`: where the wanted shape comes from."""
+    """Return a message for a wrong shape or dtype. `by`: source of the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -195,7 +194,6 @@ def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], b
 
 
 def weight_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all the model's weights except the head."""
     queries, keys = hf.heads * hf.head_dim, hf.key_value_heads * hf.head_dim
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hf.hidden,),
@@ -229,7 +227,7 @@ def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[in
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:
-    """Message if config.json ties the LM head to the embedding but the files contain a different head, else None."""
+    """Return a message if config.json ties the LM head to the embedding, but the files contain a different head."""
     stored = stored_tensors(folder)
     head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
     if head is None or embedding is None or head.equals(embedding):
@@ -245,7 +243,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def chat_templates(folder: Path) -> list[str]:
-    """Tokenizer's chat templates, usually one. ValueError if they are unreadable."""
     settings = folder / "tokenizer_config.json"
     if is_file(folder / "chat_template.jinja"):
         return [read_text(folder / "chat_template.jinja")]
@@ -255,7 +252,7 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
-    """Read vocabulary and added tokens from tokenizer.json; None without that file. ValueError if it is broken."""
+    """Read vocabulary and added tokens from tokenizer.json; None without this file."""
     file = folder / "tokenizer.json"
     if kind_of(file) is None:
         return None
@@ -270,7 +267,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Checksum of the vocabulary that does not depend on tokenizer.json's formatting. ValueError for a broken tokenizer."""
+    """Hash the vocabulary, independent of tokenizer.json's formatting."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())
@@ -282,7 +279,6 @@ def tokenizer_checksum(folder: Path) -> str:
 
 
 def largest_token_id(folder: Path) -> int | None:
-    """Largest token id in the tokenizer's JSON files; None if there are none. ValueError for a broken file."""
     vocabulary, added = _vocabulary(folder) or ({}, [])
     ids = [*(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))), *(number for number, _ in added)]
     for name in ("vocab.json", "added_tokens.json"):
@@ -293,11 +289,10 @@ def largest_token_id(folder: Path) -> int | None:
 
 
 SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-"""JSON files that tokenizers and engines read."""
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Message if a special token is outside the vocabulary, else None. ValueError for a broken file."""
+    """Return a message if a special token is outside the vocabulary."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():

@@ -1,4 +1,4 @@
-"""Terminal output of a run: one line per step, a table at the end; plain aligned text outside a terminal."""
+"""Terminal output of a run: one line per step, a table at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRESS_EVERY_S = 10.0
 START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
 SMALLEST_CHANGE = 0.05
-"""Smallest change shown, in percentage points; smaller ones are shown as 0."""
+"""Changes below this many percentage points are shown as 0."""
 SHORT_PHASES = {
     "sync_weights": "sync",
     "generate": "gen",
@@ -50,10 +50,9 @@ class Cell:
 
 
 class _LastingConsole(Console):
-    """Console that stops printing once its reader is gone (`| head`, a closed terminal); the run continues."""
+    """Console that stops printing when its reader is gone (`| head`, a closed terminal), while the run continues."""
 
     _shown = False
-    """True while the terminal shows a line that the next one replaces."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         self.take_back()
@@ -63,7 +62,7 @@ class _LastingConsole(Console):
             self.on_broken_pipe()
 
     def show(self, line: str) -> None:
-        """Show a line in a terminal, in place of the one shown before."""
+        """Show a temporary line, in place of the one before."""
         self._shown = True
         self._write(f"{START_OF_LINE}{line}")
 
@@ -94,7 +93,6 @@ class _LastingConsole(Console):
 
 class RunConsole:
     def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
-        """`width`: in characters; default: the terminal's, or 100 without one."""
         self._console = _LastingConsole(file=stream, highlight=False, emoji=False, markup=False)
         if width or not self._console.is_terminal:
             self._console.width = width or PLAIN_WIDTH
@@ -120,8 +118,7 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show numbers of samples (generated, scored, wanted) by domain, in a line that the next replaces; outside a terminal, in a new
-        line every 10 s."""
+        """Show (generated, scored, wanted) samples by domain: in a temporary line or, outside a terminal, every 10 s."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -145,8 +142,7 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results, with pass@k and maj@k for the largest k. If the line of this step was printed last, they are shown below
-        it, in the same columns; otherwise as sentences."""
+        """Show held-out results: below this step's line if that was printed last, else as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -163,7 +159,7 @@ class RunConsole:
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
     def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
-        """Show held-out accuracy before and after training, with pass@k and maj@k (`held_out`), and repeat the warnings."""
+        """Show held-out accuracy before and after training, and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
             self._accuracy_table(accuracy, held_out)
         for finding in findings:
@@ -208,7 +204,6 @@ class RunConsole:
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
-        """Write scores and times in one line if they fit, otherwise times below scores."""
         first = max(8, 2 * len(str(self._total)) + 1)
         room = self._console.width - first
         together = [*scores, *times]

@@ -1,5 +1,3 @@
-"""Picture of a run: learning curves, change of the policy, time per phase."""
-
 from __future__ import annotations
 
 import math
@@ -18,17 +16,16 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Curves with more steps than this show a running mean over a tenth of their points, drawn over the unsmoothed points."""
+"""Curves with more steps than this also show a running mean."""
 
 FEW_POINTS = 4
 """Curves with fewer points are drawn with dots: a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
-"""Metrics by step; step 0 is before training."""
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Write the picture atomically and return its path; None without metrics. `warnings`: names of health findings."""
+    """Write the picture atomically; return None without metrics."""
     if not any(records.values()):
         return None
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
@@ -143,7 +140,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
             axes.fill_between(edges, low, high, step="mid", color=color, label=phase.replace("_", " "), linewidth=0)
         base = top
     if base:
-        # The first steps include warm-up: without a limit they would squeeze all others.
+        # The first steps include warm-up: without a limit, they would squeeze the others.
         usual = sorted(base)[math.ceil(0.9 * len(base)) - 1]
         axes.set_ylim(0, min(max(base), 1.6 * usual) * 1.3 or 1)
     _legend(axes, ncols=3, loc="upper center")
@@ -153,7 +150,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(label, metric prefix, colour) of each curve; with a single domain there is no overall curve."""
+    """(label, metric prefix, colour) of each curve; a single domain has no overall curve."""
     own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 

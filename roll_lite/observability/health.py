@@ -1,4 +1,4 @@
-"""Warnings from the metrics of a step: signs that a run learns nothing."""
+"""Warn of signs that a run learns nothing."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""A sign of failing training is reported after this number of consecutive steps."""
+"""Consecutive steps with a sign until it is reported."""
 GROUPS = 12
-"""Minimum number of sample groups, over the consecutive steps with a sign, to report a single domain: in a few small groups, equal scores
-may be chance."""
+"""Minimum sample groups in these consecutive steps to report a single domain: in a few small groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
-"""Share of the first step's entropy below which entropy counts as collapsed."""
+"""Share of the first step's entropy below which entropy has collapsed."""
 GRADIENT_GROWTH = 100.0
-"""Multiple of earlier steps' median gradient norm above which the gradient counts as exploding."""
+"""Multiple of the earlier steps' median gradient norm above which the gradient explodes."""
 GRADIENT_STEPS = 5
-"""Minimum earlier gradient norms for the median."""
 REMEMBERED = 50
-"""Earlier steps whose gradient norms are kept for the median."""
 
 
 @dataclass
 class Finding:
     sign: str
-    """Name of the sign, with the domain as prefix if only that domain shows it: `math/truncated`."""
+    """Name of the sign; `math/truncated` if only the domain `math` shows it."""
     message: str
     first_step: int
     steps: int = 1
@@ -39,24 +36,22 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if a step shows the sign. Arguments: the step's metrics, and those of earlier steps (the first step with an entropy, and the
-    latest steps)."""
+    """True if the step shows the sign, given its metrics and those of earlier steps (the first with an entropy, and the latest)."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
 
 class RunHealth:
-    """Looks for signs of failing training. A sign is reported once; later steps with it are counted."""
+    """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: advantages compare a prompt's samples, so equal scores teach nothing. `domains`: each is also checked alone,
-        if there are several."""
+        """`compares_groups`: advantages compare a prompt's samples, so that equal scores teach nothing. `domains`: several are also checked
+        alone."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]
         self._signs = [*(("", sign) for sign in signs), *each]
         self._seen = dict.fromkeys(self._signs, (0, 0.0))
-        """(domain, sign) -> (consecutive steps with the sign, sample groups in them)."""
         self._earlier: list[Metrics] = []
 
     def new_signs(self, step: int, metrics: Metrics) -> list[str]:

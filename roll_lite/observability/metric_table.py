@@ -1,7 +1,5 @@
-"""Table of all metrics of a run: reduction over ranks and steps, unit, description; `docs/metrics.md` is generated from it.
-
-A mean is kept as sum and count, and divided when read. A metric with `by` = domain is reported as `domain/<domain>/<name>` and, over all
-domains, as `<name>`. One with `by` = phase, role, role/phase or transport is reported as `<name>/<phase>` etc."""
+"""Table of all metrics; `docs/metrics.md` is generated from it. Metrics with `by` = domain are reported as `domain/<domain>/<name>` and,
+over all domains, as `<name>`; others with `by` as `<name>/<phase>` etc."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For means that a loss function reports as sums: names of the metrics that may hold the number of items; the first one reported is
-    used. Empty: each optimizer step is one item."""
+    """Metrics that may hold the number of items, if a loss function reports this mean as a sum; the first one reported is used. Empty: each
+    optimizer step is one item."""
     shown: bool = True
-    """False for metrics that are only inputs of derived ones."""
+    """False for inputs of derived metrics."""
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
@@ -336,7 +334,7 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """Effective sample size, (sum w)² / (n sum w²); 0 if all weights are 0."""
+    """Effective sample size, (sum w)² / (n sum w²)."""
     return 0.0 if square == 0 else mean * mean / square
 
 
@@ -364,4 +362,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from others, for the run and for each domain that has all inputs."""
+"""Metrics computed from others."""

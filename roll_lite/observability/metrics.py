@@ -1,5 +1,3 @@
-"""Accumulation of metrics over domains, ranks and steps."""
-
 from __future__ import annotations
 
 import math
@@ -14,7 +12,7 @@ AT = re.compile(r"@\d+$")
 
 
 def metric_of(name: str) -> Metric:
-    """Declaration of a metric; `validation/pass@8` is declared as `validation/pass@k`."""
+    """Return the metric's declaration; `validation/pass@8` is declared as `validation/pass@k`."""
     metric = METRICS.get(name) or METRICS.get(AT.sub("@k", name))
     if metric is None:
         raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{or_nearest(name, METRICS)}")
@@ -24,11 +22,11 @@ def metric_of(name: str) -> Metric:
 Series = tuple[str, str | None]
 
 NO_DOMAIN = ""
-"""Label that marks a value as covering all domains."""
+"""Label of values over all domains."""
 
 
 def flat_name(series: Series) -> str:
-    """Name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or the bare name."""
+    """Name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or `<name>`."""
     name, label = series
     if label is None:
         return name
@@ -42,11 +40,8 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value to a metric; for a metric that is a mean, the sum over `count` items.
-
-        `label` names the domain, phase or role, as the metric's `by` demands. NO_DOMAIN marks a value over all domains that is not the sum
-        of the domains' values. `part` names a reward term or a subset of the domain's samples; the value of the whole domain is added by a
-        separate call."""
+        """Add a value; for means, a sum over `count` items. `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN for a
+        value over all domains. `part`: reward term or subset of the domain's samples; add the whole domain's value in a separate call."""
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)
@@ -62,11 +57,8 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the sums that a loss function reports for one optimizer step. For a mean with `Metric.count`, `sums` must also have the
-        number of items, under a name listed there.
-
-        `<name>#<number>` is the sum over the rows of domain `domains[number]`; a domain without rows is left out.
-        """
+        """Add a loss function's sums for one optimizer step, with the number of items of each mean (`Metric.count`). `<name>#<number>` is
+        the sum for `domains[number]`; domains without rows are left out."""
         for key, value in sums.items():
             name, mark, number = key.partition("#")
             metric = metric_of(name)
@@ -93,12 +85,12 @@ class MetricSums:
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
     def merge(self, other: MetricSums) -> None:
-        """Add another rank's or a later step's metrics. Metrics with reduction LAST take the value from `other`."""
+        """Add the metrics of another rank or a later step. For LAST metrics, `other` wins."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
 
     def values(self) -> dict[str, float]:
-        """Values by flat name, with derived metrics; means over no items are left out."""
+        """Return values by flat name, with derived metrics. Means over no items are left out."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

@@ -20,9 +20,8 @@ HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)",
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
 BeforeAfter = dict[str, dict[str, float | None]]
-"""Metric -> {"before": its value in the first validation, "after": in the last one}; None: not measured."""
+"""Metric -> {"before": value in the first validation, "after": in the last}."""
 Accuracy = BeforeAfter
-"""`overall` or a domain -> share of correct samples, before and after training."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
@@ -35,7 +34,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""`overall`, a domain, or a part of a domain (`math/level:5`) -> its metrics."""
+"""`overall`, domain, or part of a domain (`math/level:5`) -> metrics."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
@@ -63,8 +62,8 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """Replace summary.json atomically. `steps`: all steps done, including the `resumed_after` steps of earlier runs. `wall_s` (seconds:
-    `total` and by phase) and `tokens` are of this run only. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
+    """Replace summary.json atomically. `steps` includes earlier runs; `wall_s` (seconds by phase, and `total`) and `tokens` do not.
+    `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {

@@ -1,4 +1,4 @@
-"""Folder of a run (run_dir/experiment/start time), and the link run_dir/latest to the newest run's."""
+"""Folder of a run (run_dir/experiment/start time), and the link run_dir/latest to the newest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from roll_lite.files import kind_of, remote_folder, try_store
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
-"""Matches the beginning of names of files and folders that belong to one step."""
+"""File names that belong to one step."""
 LATEST = "latest"
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
-    """Make a new folder for this run, even if two runs start in the same second."""
+    """Make a new folder, even if two runs start in the same second."""
     parts = Path(experiment).parts
     if not parts or parts[0] == LATEST or ".." in parts or Path(experiment).is_absolute():
         raise ValueError(f"experiment: {experiment!r} names no folder of its own under {run_dir}; a plain name such as `my_run` does")
@@ -47,7 +47,7 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other drivers inside the block; ValueError if another holds the lock. The lock ends with this process."""
+    """Lock a run's folder against other drivers; ValueError if it is locked. The lock ends with the process."""
     with (folder / LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Folder of the experiment's runs or, with checkpoint.store, of their checkpoints in the store."""
+    """Return the folder of the experiment's runs or, with checkpoint.store, of their checkpoints there."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -67,13 +67,13 @@ def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
 
 
 def goes_on(config: RunConfig, run_folder: Path) -> bool:
-    """True if the run continues in the folder of the checkpoint that it resumes from (`checkpoint.resume: auto`)."""
+    """True if a resumed run continues in its checkpoint's folder (`checkpoint.resume: auto`)."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Write config.yaml; an earlier one that differs is renamed to config-1.yaml, config-2.yaml, ..."""
+    """Write config.yaml; an older, different one is renamed to config-1.yaml, config-2.yaml, ..."""
     file = folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         file.rename(next(older for number in count(1) if not (older := folder / f"config-{number}.yaml").exists()))
@@ -81,8 +81,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove records that the resumed run writes again: of steps after `step`, and of validations from `step` on. `files`: names of files
-    with one JSON record per line. `folders`: also remove files and folders of these steps."""
+    """Remove what the resumed run writes again: steps after `step`, and validations from `step` on. `files`: JSON lines to cut. `folders`:
+    also remove these steps' files and folders."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -110,7 +110,6 @@ def _stays(line: bytes, step: int) -> bool:
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:
-    """Point run_dir/latest at the run's folder; the link is replaced atomically."""
     link = run_dir / LATEST
     if link.exists() and not link.is_symlink():
         raise ValueError(f"run_dir: {link} is not a link; it has to make room for the link to the newest run")
@@ -121,7 +120,7 @@ def point_latest(run_dir: Path, folder: Path) -> None:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Check that run_dir or its nearest existing parent is a writable folder."""
+    """Check that run_dir, or its nearest existing parent, is a writable folder."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
@@ -138,7 +137,6 @@ def check_store(config: RunConfig) -> Iterator[Problem]:
 
 
 def checkpoint_setting(run_folder: Path, key: str) -> Any:
-    """Value in a run's `checkpoint` section; None if unreadable."""
     try:
         return yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))["checkpoint"][key]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
@@ -146,7 +144,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Checkpoint or run that a run resumed from. None if it resumed in its own folder, or not at all."""
+    """Return the checkpoint or run that a run resumed from; None if in its own folder, or not resumed."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

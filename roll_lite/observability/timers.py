@@ -1,7 +1,4 @@
-"""Times of a step's phases, for use by one thread.
-
-A phase inside another is recorded as `outer/inner`, and its time is part of the outer phase's. Time outside all phases is `other`.
-"""
+"""Times of a step's phases, for one thread. Nested phases are recorded as `outer/inner`, and count in the outer phase too."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ R = TypeVar("R")
 class StepTimes:
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of the outermost phases, in the order of their first start."""
+    """Seconds of the outermost phases, in order of their first start."""
     inner: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -31,14 +28,13 @@ class StepTimes:
         return max(0.0, self.total - sum(self.phases.values()))
 
     def labelled(self) -> dict[str, float]:
-        """Seconds by phase, with the step's total and `other`, as values of the metric `time`."""
         return {**self.phases, **self.inner, OTHER: self.other, STEP: self.total}
 
 
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Function from a phase's name to a context manager, such as a time limit, entered around the phase."""
+        """Maps a phase's name to a context manager (such as a time limit) to enter around it."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
@@ -48,7 +44,7 @@ class StepTimers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the time of a step. A step that fails keeps its times so far."""
+        """Time a step. A failed step keeps its times so far."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running = {}
         start = self._clock()
@@ -64,7 +60,6 @@ class StepTimers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the time of a block, inside or outside of a step."""
         assert "/" not in name and name not in (OTHER, STEP), f"not a name for a phase: {name}"
         self._open.append(name)
         path = "/".join(self._open)
@@ -83,13 +78,12 @@ class StepTimers:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 
     def part(self, name: str, seconds: float) -> None:
-        """Add the time of a part of the current phase; parts may overlap."""
+        """Add time to a part of the current phase; parts may overlap."""
         if self._running is not None:
             path = "/".join([*self._open, name])
             self._running[path] = self._running.get(path, 0.0) + seconds
 
     def wall(self) -> dict[str, float]:
-        """Seconds of the run so far: `total`, and by outermost phase, in and outside of steps."""
         return {"total": self._clock() - self._started, **self._totals}
 
 
@@ -101,7 +95,7 @@ T = TypeVar("T", bound=HasTimers)
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Decorate a method of an object with `timers`, as in `@phase("generate")`: each call is timed as this phase."""
+    """Time each call of a method as this phase; the object needs `timers`."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)

@@ -1,5 +1,3 @@
-"""Recording of this process's operations and kernels, by torch's profiler."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -8,16 +6,14 @@ import torch
 
 
 class TraceRecorder:
-    """Records the thread that starts it, with its backward passes, and all of the process's GPU kernels. Failures are returned, not raised:
-    they must not end a run.
-
-    vLLM's and SGLang's own profilers do the same in their workers; this one needs no setting at an engine's start, and names the file."""
+    """Records the starting thread with its backward passes, and all GPU kernels of the process. Failures are returned, not raised: they
+    must not end a run."""
 
     _recording: torch.profiler.profile | None = None
 
     def trace(self, file: str | Path | None) -> str:
-        """Start a recording or, with a file, end it and write it as a Chrome trace, compressed if the name ends in .gz. Returns what
-        failed; empty if nothing. A start drops an unfinished recording, of a step that is repeated."""
+        """Start a recording or, with a file, end it and write a Chrome trace. Returns the failure, or an empty text. A start drops an
+        unfinished recording."""
         recording, self._recording = self._recording, None
         try:
             if recording is not None:
@@ -37,4 +33,3 @@ class TraceRecorder:
 
 
 RECORDER = TraceRecorder()
-"""Recorder of this process."""

@@ -1,5 +1,3 @@
-"""Trackers: files and services that get each step's metrics, as flat names and numbers."""
-
 from __future__ import annotations
 
 import json
@@ -21,7 +19,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with this run's ids at tracking services; checkpoints hold them, too. A run that resumes this one continues under them."""
+"""Ids of this run at tracking services, also stored in checkpoints. A run that resumes this run continues under them."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,6 @@ class TrackedRun:
     folder: Path
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration without secrets."""
     repeats_from: int | None = None
     """First step that a resumed run repeats in its folder; None for a new folder."""
     id: str | None = None
@@ -37,10 +34,10 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class of trackers. A user's tracker is called with a `TrackedRun` and the `args` of its YAML entry."""
+    """Base class. A user's tracker is called with a `TrackedRun` and the `args` of its YAML entry."""
 
     run_id: str | None = None
-    """Service's id of this run, for continuing it later."""
+    """The service's id of this run, for resuming."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,11 +45,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """Close the tracker; may be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """Close; may be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):
-    """Writes `metrics.jsonl`: one object per call, flushed before it returns. NaN and infinities become null."""
+    """Writes `metrics.jsonl`: one flushed object per call. NaN and infinities become null."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.folder / METRICS_FILE).open("a", encoding="utf-8")
@@ -82,17 +79,16 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps metrics in memory, one record per step. Records are replaced, never changed: another thread may be reading them."""
+    """Keeps metrics in memory by step. Records are replaced, never changed: another thread may read them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Each step brings its names as new texts; together they would take more memory than the numbers.
+        # Each step brings its names as new strings, which together would take more memory than the numbers.
         self.records[step] = {**self.records.get(step, {}), **{sys.intern(name): value for name, value in metrics.items()}}
 
     def restore(self, file: Path) -> None:
-        """Load the metrics.jsonl of an earlier part of the run."""
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             record = json.loads(line)
             self.log(record.pop("step"), {name: math.nan if value is None else value for name, value in record.items()})
@@ -130,12 +126,12 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum number of parameters per MLflow call; ten times as many metrics are allowed."""
+"""Maximum parameters per MLflow call; metrics: ten times as many."""
 MLFLOW_LONGEST = 500
 
 
 class WandbTracker(Tracker):
-    """Logs to W&B, with the step as a metric: W&B's own step must not decrease, but a resumed run may repeat steps."""
+    """Logs the step as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
@@ -253,7 +249,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings without the section `trackers` and without secrets, such as values of environment variables with secret-like names."""
+    """Remove the section `trackers` and secrets, such as values of environment variables with secret-like names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -269,7 +265,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
-    """Build all trackers. `known`: ids of the resumed run at tracking services, which are used again."""
+    """`known`: the resumed run's ids at tracking services, which are used again."""
     known = known or {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
@@ -293,7 +289,6 @@ def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
 
 
 def tracker_ids(folder: Path) -> dict[str, str]:
-    """Ids at tracking services of the run in this folder."""
     try:
         return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):  # not a run's folder, or a run without ids

@@ -1,5 +1,3 @@
-"""Architecture of the model to plan for, from its config.json or the table of public models; its parameters, operations and cache."""
-
 from __future__ import annotations
 
 import json
@@ -13,18 +11,17 @@ from roll_lite.hub import written
 from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
-"""config.json of public models, by name on the Hugging Face hub."""
+"""config.json of public models, by hub name."""
 
 
 @dataclass(frozen=True)
 class Architecture:
     name: str
     raw: dict[str, Any]
-    """Content of config.json."""
     hf: HfConfig
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
-        """Number of parameters; with tensor parallelism, those of one engine rank, with shared key/value heads copied."""
+        """Count the parameters; with tensor parallelism those of one engine rank, where shared key/value heads are copied."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -33,7 +30,7 @@ class Architecture:
         return (cut + embeddings) // parallel + routers + norms
 
     def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
-        """Floating-point operations per token of a row of `length` tokens in a forward pass; with `backward`, in training."""
+        """FLOPs per token of a row of `length` tokens, forward or in training (`backward`)."""
         hf = self.hf
         layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
         if not backward:
@@ -51,7 +48,7 @@ class Architecture:
         return hf.hidden * (2 * hf.heads * hf.head_dim + keys) + (hf.heads * hf.head_dim + keys if hf.qkv_bias else 0)
 
     def _feed_forward(self, layer: int, expert_parallel: int | None = None) -> int:
-        """Parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
+        """Count the parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
         hf = self.hf
         if not hf.experts or not hf.has_experts(layer):
             return 3 * hf.hidden * hf.feed_forward
@@ -59,8 +56,7 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model: `named` by --model, at model.path or, if that is absent, the public model that path or configuration is named after.
-    ValueError if none is found."""
+    """Find the model: `named` (--model), at model.path, or the public model that path or configuration is named after."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

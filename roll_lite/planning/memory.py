@@ -1,4 +1,4 @@
-"""Memory of each role on a device in every phase: trainers by tracing the model's own code, engines by formula."""
+"""Device memory of each role in every phase: trainers by tracing the model's code, engines by formula."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from roll_lite.workers.objectives import CriticLoss
 
 GIB = 2**30
 PROCESS_BYTES = int(1.5 * GIB)
-"""Device memory of a process beside its tensors: CUDA's context, NCCL's buffers, what the allocator cannot use."""
+"""Device memory of a process beside its tensors: CUDA context, NCCL buffers, allocator waste."""
 GRAPHS_BYTES = GIB
-"""CUDA graphs of an engine."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes of each role that is on the devices, also of those that take turns."""
+    """Bytes of each role on the devices, also of roles that take turns."""
     total: int
 
 
 def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float, on_gpu: bool = True) -> dict[str, RankMemory]:
-    """Memory of trained roles, reference and engines. Reward models and judges are other models, and left out."""
+    """Memory of trained roles, reference and engines. Reward models and judges are left out."""
     found = {}
     for name, role in roles(config).items():
         if isinstance(role, InferRoleConfig):
@@ -52,7 +51,7 @@ def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float,
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Trace a pipeline stage. Memory is linear in equal layers, so stages with many are traced with two and three, and extended."""
+    """Trace a pipeline stage. Large stages are extrapolated from two and three layers: memory is linear in equal layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_of_parts(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
@@ -63,7 +62,7 @@ def _stage_memory(config: RunConfig, model: Architecture, name: str, role: Forwa
         parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
         two, three = (asdict(_traced(config, model, name, short, stage, passes[-1], count * parts, on_gpu)) for count in (2, 3))
         found = RankMemory(**{key: low + (counts[0] - 2) * (three[key] - low) for key, low in two.items()})
-    # One forward, one backward: a stage starts this many micro-batches (if interleaved, parts of them) before its first backward pass.
+    # 1F1B: a stage starts this many micro-batches (if interleaved, parts of them) before its first backward pass.
     after, virtual = strategy.pipeline_parallel - stage - 1, strategy.virtual_pipeline_parallel
     begun = after + 1 if virtual == 1 else (2 * after + (virtual - 1) * strategy.pipeline_parallel + 1) / virtual
     inputs, waiting = found.inputs * passes[-1].micro_batches, ceil((min(begun, passes[-1].micro_batches) - 1) * found.kept)
@@ -85,8 +84,6 @@ def _traced(
 
 
 def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> DataProto:
-    """Make equal rows; what they contain does not matter."""
-
     def ragged(values: torch.Tensor) -> Ragged:
         return Ragged.from_rows([values] * count)
 
@@ -97,7 +94,7 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
-    """Weights by their number, activations by the layers' widths, and the KV cache in what is left of the engine's share."""
+    """Estimate weights and activations; the KV cache gets the rest of the engine's share."""
     strategy, hf = config.actor_infer.strategy, model.hf
     size, parallel = number_bytes(config), strategy.tensor_parallel
     weights = model.parameters(parallel) * size
@@ -115,13 +112,12 @@ def number_bytes(config: RunConfig) -> int:
 
 
 def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) -> int:
-    """Tokens that fit into an engine's KV cache."""
     ranks = min(config.actor_infer.strategy.tensor_parallel, model.hf.key_value_heads)
     return memory.kv_cache * ranks // model.cache_bytes(number_bytes(config))
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
-    """Bytes on the devices in each phase. Devices with the same roles are listed together."""
+    """Return the bytes on the devices in each phase. Devices with the same roles are listed together."""
     numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
     blocks: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({one for own in numbers.values() for one in own}):

@@ -1,4 +1,4 @@
-"""Command `roll-lite plan`: what a configuration needs and how fast it is on devices that nobody has to have; and which layouts fit."""
+"""`roll-lite plan`: memory and speed of a configuration on given devices, and layouts that fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_
 from roll_lite.simulator.report import table as table_of_runs
 
 LISTED, TRIED = 5, 40
-"""Layouts that --search lists, and tries at most."""
+"""Maximum layouts that --search lists and tries."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Plan:
     time: StepTime
     cached_tokens: int
     problems: list[str]
-    """What does not fit, with the setting to change."""
+    """Messages about what does not fit."""
 
 
 def planned(config: RunConfig, model: Architecture, device: Device) -> Plan:
@@ -64,7 +64,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Try single changes of settings; yield those after which everything fits, with what they save at the fullest moment."""
+    """Yield single changes of settings after which everything fits, with the memory saved at the peak."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(config, before, device):
@@ -102,7 +102,7 @@ def _changed(section: Any, path: str, value: Any) -> Any:
 
 
 def layout_problem(config: RunConfig, model: Architecture) -> str | None:
-    """Parallel size that does not divide the model, with YAML path and remedy; None if all do."""
+    """Describe a parallel size that does not divide the model."""
     for name, role in roles(config).items():
         strategy, trains = role.strategy, isinstance(role, ForwardRoleConfig)
         parallel, hf = getattr(strategy, "tensor_parallel", 1), model.hf
@@ -224,7 +224,6 @@ def _numbers(plan: Plan) -> dict[str, Any]:
 
 
 def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:
-    """Print the layouts of a search. Exit code 1 if none fits."""
     rows = []
     for one in plans:
         actor, engines = one.config.actor_train, one.config.actor_infer

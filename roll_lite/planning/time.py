@@ -1,4 +1,4 @@
-"""Seconds of each phase by roofline, and of a step under every supply with the schedulers' simulator."""
+"""Estimate phase times by roofline, and steps under each supply policy with the simulator."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Device:
     """Peak of dense bfloat16 matrix products."""
     memory_gb_s: float
     link_gb_s: float
-    """To the other devices of a node, in one direction."""
+    """Bandwidth to the node's other devices, in one direction."""
     network_gb_s: float
-    """To other nodes, with an adapter for each device."""
+    """Bandwidth to other nodes, with an adapter per device."""
 
 
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
-"""Fractions of the peaks that are reached: training; passes forward, and prefill; reading device memory; links and network."""
+"""Reached fractions of the peaks: training; forward passes and prefill; reading device memory; links and network."""
 LAYER_S = 12e-6
-"""Time of a layer in an engine's pass beside reading weights; with tensor parallelism twice that."""
+"""Time per layer of an engine's pass beside reading weights; twice as much with tensor parallelism."""
 STEPS = 8
 
 
@@ -45,7 +45,6 @@ class PhaseTime:
     moved_bytes: float
     """Bytes that a device sends over links and network."""
     parts: Mapping[str, float]
-    """Seconds by cause."""
 
     @property
     def seconds(self) -> float:
@@ -61,11 +60,11 @@ class StepTime:
     phases: Mapping[str, PhaseTime]
     scenario: Scenario
     engine_share: float
-    """Share of all devices at which engines and trainers take equally long."""
+    """Share of devices for engines at which engines and trainers take equally long."""
 
     @property
     def estimate_s(self) -> float:
-        """Seconds of a step without simulation. If training waits for a whole batch, it also waits for one longest response alone."""
+        """Seconds of a step without simulation. If training waits for a whole batch, it also waits for one longest response."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate
         ahead = self.scenario.rollout.supply != "sync" and not self.scenario.takes_turns
@@ -106,14 +105,12 @@ def step_time(config: RunConfig, model: Architecture, device: Device, cached_tok
 
 
 def _speed(config: RunConfig, device: Device, devices: int) -> float:
-    """Bytes per second between ranks on this many devices."""
     return (device.network_gb_s if devices > config.placement.devices_per_node else device.link_gb_s) * 1e9 * MOVING
 
 
 def _passes(
     config: RunConfig, model: Architecture, device: Device, name: str, role: ForwardRoleConfig, tokens: float, row: float, backward: bool
 ) -> PhaseTime:
-    """Time of a role's passes over a step's tokens."""
     strategy, devices, hf, algorithm = role.strategy, len(device_numbers(role.devices)), model.hf, config.algorithm
     copies, epochs = devices // model_parallel_size(role), algorithm.ppo_epochs if backward else 1
     updates = epochs * algorithm.mini_batches if backward else 0
@@ -121,8 +118,8 @@ def _passes(
     compute = flops / (devices * device.tflops * 1e12 * (TRAINING if backward else FORWARD))
     budget = role.in_training[0] if isinstance(role, TrainRoleConfig) and backward else role.micro_batch_tokens
     micro_batches = max(1.0, epochs * tokens / copies / budget / max(updates, 1))
-    # A layer gathers and scatters its tokens twice: forward, backward, and in the forward pass that is computed again. Context ranks gather
-    # keys and values.
+    # A layer gathers and scatters its tokens twice: forward, backward, and in a recomputed forward pass. Context ranks gather keys and
+    # values.
     exchanges = (4 + 2 * (strategy.recompute == "full") if backward else 2) * 2 * (strategy.tensor_parallel - 1) / strategy.tensor_parallel
     if hf.experts and strategy.expert_parallel > 1:
         exchanges += (6 if backward else 2) * hf.experts.per_token
@@ -142,7 +139,7 @@ def _passes(
 
 
 def engine_rates(config: RunConfig, model: Architecture, device: Device) -> EngineRates:
-    """Speed of an engine replica with all its devices. A pass reads weights and cache, and computes one token of each request."""
+    """Speed of an engine replica. A pass reads weights and cache, and computes one token per request."""
     strategy, copies, size = config.actor_infer.strategy, config.actor_infer.replicas_per_device, number_bytes(config)
     parallel = strategy.tensor_parallel
     weights = model.parameters(parallel) * size / (2 if strategy.quantization == "fp8" else 1)
@@ -161,7 +158,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured supply and, if engines and trainer have devices of their own, the others."""
+    """Simulate the configured supply and, unless engines and trainer share devices, the others."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

@@ -1,8 +1,5 @@
-"""Replace the simulator's assumptions by measurements of a run.
-
-The time of an engine's step is fitted as `passes * pass_s + tokens * request_s`. Trainer, weight updates and rewards take the run's mean
-times.
-"""
+"""Replace the simulator's assumptions by measurements of a run. Engine time is fitted as `passes * pass_s + tokens * request_s`; other
+times are the run's means."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ from roll_lite.config.schema.simulation import (
 )
 
 QUANTILES = 21
-"""Response-length quantiles per domain, one every 5%."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +35,16 @@ class MeasuredRun:
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     offloads: bool = False
     streams: bool = False
-    """True if the trainer computes some log-probs during generation (`rollout.stream_log_probs`)."""
+    """True if some log-probs are computed during generation (`rollout.stream_log_probs`)."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """Configuration with assumptions replaced by the run's measurements. ValueError if the run is unusable for that."""
+    """Replace assumptions by the run's measurements. ValueError if the run is unusable."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """Read a run's folder. ValueError if the run is unusable for measurements."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -84,7 +79,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more samples than their batches contain: the lengths of the surplus are not recorded."""
+    """Refuse runs that generated more samples than their batches hold: the surplus lengths are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -111,7 +106,7 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
             if sample["outcome"] == "accepted":
                 by_domain[sample["domain"]].append(sample)
     responses = {name: _responses(name, by_domain[name], run, usual, _prompts(assumed, name)) for name in domains if by_domain[name]}
-    # Batches wait for the domain with the slowest rewards, so its 99th percentile is at least the mean wait for a batch's last rewards.
+    # A batch waits for the slowest domain's rewards, so its 99th percentile is at least the mean wait for a batch's last rewards.
     slowest = max(responses, key=lambda name: responses[name].reward_s)
     tail = rounded(fmean(run.metrics[step].get("rollout/reward_tail_seconds", 0.0) for step in usual))
     if tail > responses[slowest].reward_s > 0:
@@ -143,7 +138,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """Forward passes in which an engine generates responses of these lengths, `slots` at a time."""
+    """Count the forward passes to generate responses of these lengths, `slots` at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)
@@ -161,7 +156,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer's time per token, from steps' time without generation and weight update."""
+    """Measure seconds per token, from step times without generation and weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
@@ -179,7 +174,7 @@ def _prompts(assumed: SimulationConfig, domain: str) -> int:
 def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
 ) -> SimulatedResponsesConfig:
-    """Measure the responses of a domain. `prompts`: number of prompts in its data, which a run does not record."""
+    """Measure a domain's responses. `prompts`: number of prompts in its data, which runs do not record."""
     lengths = [policy_tokens(sample) / turns_of(sample) for sample in samples if sample["response_tokens"]]
     played = [sample["episode"]["metrics"] for sample in samples if "episode" in sample]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
@@ -214,7 +209,7 @@ def turns_of(sample: Mapping[str, Any]) -> float:
 
 
 def policy_tokens(sample: Mapping[str, Any]) -> float:
-    """Tokens of the policy; `response_tokens` counts the environment's too."""
+    """Count the policy's tokens; `response_tokens` includes the environment's."""
     others = sample["episode"]["metrics"]["environment_tokens"] if "episode" in sample else 0.0
     return float(sample["response_tokens"] - others)
 

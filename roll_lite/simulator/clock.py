@@ -1,4 +1,4 @@
-"""Run asyncio code on a virtual clock, so that the schedulers' real code simulates hours of rollouts in seconds."""
+"""Virtual clock for asyncio: the schedulers' real code simulates hours of rollouts in seconds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""While tasks are ready, sockets and threads are polled only once in this many event loop rounds: a poll is a system call."""
+"""Event loop rounds between polls of sockets and threads while tasks are ready: a poll is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Selector that moves the virtual clock to the next timer instead of sleeping."""
+    """Moves the virtual clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +54,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _settle() -> None:
-    """Let scheduled callbacks start, so closing the loop cancels their tasks too."""
+    """Let scheduled callbacks start, so that closing the loop cancels their tasks too."""
     for _ in range(5):
         await asyncio.sleep(0)

@@ -1,5 +1,4 @@
-"""Command `roll-lite simulate`: predict a run's speed, and compare other supply modes (sync, async), staleness limits and numbers of
-engines."""
+"""`roll-lite simulate`: predict a run's speed, and compare supply modes, staleness limits and numbers of engines."""
 
 from __future__ import annotations
 
@@ -34,14 +33,13 @@ TAKES_TURNS = (
 @dataclass(frozen=True)
 class Question:
     measured: Path | None = None
-    """Folder of a run whose measurements replace the assumptions."""
     compare: bool = False
     picture: Path | None = None
     color: str = "version"
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Simulate and print the result. Returns the exit code: 0, or 2 if an argument is unusable."""
+    """Simulate and print. Returns the exit code: 0, or 2 for an unusable argument."""
     try:
         if question.picture is not None:
             refuse_unwritable(question.picture)
@@ -70,7 +68,7 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def refuse_unwritable(picture: Path) -> None:
-    """Raise ValueError if the picture cannot be written, before minutes of simulation are spent."""
+    """Raise ValueError, before minutes of simulation, if the picture cannot be written."""
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
@@ -82,8 +80,7 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Yield the scenarios to compare: half, the same and twice the engines, each with all possible supply policies. All have the chosen
-    filters and limits; only sync supply has the chosen `oversample`."""
+    """Yield half, the same and twice the engines, each with all possible supply policies. Only sync supply keeps `oversample`."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

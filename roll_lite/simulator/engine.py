@@ -1,4 +1,4 @@
-"""Simulate an engine with continuous batching. Time advances from event to event rather than token by token."""
+"""Simulated engine with continuous batching. Time advances from event to event, not token by token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
-"""Seconds between progress reports, as in the real engine workers. If an engine dies, tokens it has reported are not lost."""
+"""Seconds between progress reports, as in real engine workers. Reported tokens survive an engine's death."""
 HAIR = 1e-6
-"""Tolerance for rounding errors of token counts."""
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """Durations of an engine's work, in seconds. A forward pass adds one token to each running request."""
+    """Durations of engine work. A forward pass adds one token to each running request."""
 
     pass_s: float
     """Fixed cost of a forward pass (reading the weights)."""
@@ -29,23 +28,23 @@ class EngineRates:
     cached_token_s: float = 0.0
     """Cost of a forward pass per token in the KV cache (reading it)."""
     prefill_token_s: float = 0.0
-    """Cost of prefilling a token; no tokens are decoded meanwhile."""
+    """Cost of prefilling a token; decoding waits meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Seconds until each of `running` requests has `tokens` more tokens. The KV cache has `cached` tokens and grows by `running` per
-        pass."""
+        """Seconds to decode `tokens` tokens for each of `running` requests. The KV cache starts with `cached` tokens and grows by `running`
+        per pass."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """Tokens that each of `running` requests gets in this time: the inverse of `seconds`."""
+        """Tokens that each request gets in this time: the inverse of `seconds`."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Engine seconds that a response costs if `slots` requests are always running: its share of the passes, its arithmetic, reading its
-        cache, and a prefill of `prefilled` tokens."""
+        """Engine seconds of a response if `slots` requests always run: its share of passes, arithmetic, cache reads, and a prefill of
+        `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -53,16 +52,15 @@ class EngineRates:
 @dataclass(frozen=True)
 class EngineLimits:
     slots: int
-    """Maximum running requests."""
     cached_tokens: int | None = None
-    """Size of the KV cache in tokens; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again later."""
+    """KV cache size in tokens; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again."""
     reserve: float = 0.01
-    """Fraction of the cache left free when a request is admitted."""
+    """Fraction of the cache that must stay free at admission."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Interval in which a request ran in an engine under one weight version."""
+    """Interval in which a request ran under one weight version."""
 
     engine: int
     slot: int
@@ -74,30 +72,28 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in a simulated engine. All running requests get tokens at the same pace, so they share the counter
-    `SimulatedEngine._decoded`: a request has `_decoded - zero` tokens."""
+    """Request in an engine. Running requests advance at the same pace and share the counter `SimulatedEngine._decoded`: a request has
+    `_decoded - zero` tokens."""
 
     asked: Asked
     prompt: int
-    """Number of prompt tokens, including earlier tokens (`context`) of a continued request."""
+    """Prompt tokens, including the `context` of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0
-    """Tokens generated before the request was preempted."""
     zero: float = 0.0
     prefix: str = ""
-    """Key of the prompt, which all samples of a group share."""
+    """Key of the prompt, which a group's samples share."""
     slot: int = -1
     since: float = 0.0
     cached: int = 0
     reported: int = 0
-    """Tokens reported to the caller, who keeps them if the engine dies."""
+    """Tokens reported to the caller, which survive the engine's death."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """Simulated engine; to the router it is an EngineClient. `length(request)`: tokens of the whole response if max_tokens did not limit
-    it."""
+    """Simulated EngineClient for the router. `length(request)`: response tokens without the max_tokens limit."""
 
     def __init__(
         self,
@@ -107,7 +103,6 @@ class SimulatedEngine:
         length: Callable[[GenerationRequest], int],
         spans: list[Span] | None = None,
     ) -> None:
-        """`spans`: list that receives the requests' spans, for a picture; None: not recorded."""
         self.name = f"engine {number}"
         self.number = number
         self.rates = rates
@@ -119,22 +114,19 @@ class SimulatedEngine:
         self.generated = 0
         self.prefilled = 0
         self.put_back = 0
-        """Preempted requests, which were prefilled again."""
         self._length = length
         self._spans = spans
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Run] = deque()
         self._runs: dict[str, _Run] = {}
-        """Running and waiting requests by id."""
         self._running: dict[str, _Run] = {}
-        """Running requests by id, in order of admission."""
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Number of running requests by shared prompt, which is prefilled only once."""
+        """Running requests by shared prompt, which is prefilled only once."""
         self._decoded = 0.0
-        """Tokens that a request would have if it had run since the engine's start."""
+        """Tokens that a request running since the engine's start would have."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -182,7 +174,7 @@ class SimulatedEngine:
         self._look_soon()
 
     def update(self, version: int) -> None:
-        """Use new weights. Running requests continue after a prefill of their prompts and tokens."""
+        """Use new weights. Running requests continue after a new prefill."""
         self._settle()
         self.version = version
         self._prefixes.clear()
@@ -195,12 +187,11 @@ class SimulatedEngine:
         self._look_soon()
 
     def hang(self) -> None:
-        """Stop answering until `kill`."""
         self.hangs = True
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """End the engine. Tokens not yet reported are lost."""
+        """End the engine. Unreported tokens are lost."""
         self._settle()
         self.dead = cause
         for run in self._running.values():
@@ -231,7 +222,7 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _look_soon(self) -> None:
-        """Schedule `_look`, which ends and admits requests, to run after other events at the same time."""
+        """Schedule `_look` after other events at the same time."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._look)
@@ -258,7 +249,7 @@ class SimulatedEngine:
             self._timer = self._loop.call_later(self._until_next(), self._look)
 
     def _until_next(self) -> float:
-        """Seconds until the next request ends or the cache is full."""
+        """Seconds until a request ends or the cache is full."""
         running = len(self._running)
         tokens = self._ends[0][0] - self._decoded
         if self.limits.cached_tokens is not None and running > 1:
@@ -292,7 +283,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add the time to prefill a request, except for prompt tokens in the cache. Returns the number of cached tokens."""
+        """Add a request's prefill time, without cached prompt tokens; returns the number of cached tokens."""
         held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held
@@ -354,7 +345,6 @@ class SimulatedEngine:
         return min(run.tokens, int(self._decoded - run.zero + HAIR))
 
     def _stamp(self, run: _Run) -> None:
-        """Record that the request's next tokens are sampled with the current weight version."""
         start = self._tokens(run)
         kept = [span for span in run.versions if span.start < start]
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
@@ -367,5 +357,5 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Sample id: the request id without the suffixes for turn and continuation."""
+    """Strip the suffixes for turn and continuation from a request id."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

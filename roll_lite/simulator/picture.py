@@ -1,5 +1,3 @@
-"""Draw simulated runs: the engines over time, and the trainer below them."""
-
 from __future__ import annotations
 
 import os
@@ -15,11 +13,10 @@ from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import SimulatedRun
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
-"""Colours of weight versions, used in turn."""
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Colours of the phases training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum request slots drawn as separate rows. With more slots, each row shows one engine: the fewer requests run, the paler."""
+"""Maximum rows with one request slot each. With more slots, rows show whole engines, paler the fewer requests run."""
 COLUMNS = 1400
 
 
@@ -118,7 +115,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
-    """Colour of each engine at each time, mixed over its running requests; white if none runs."""
+    """Mix the colours of each engine's running requests over time; white if none runs."""
     amount = np.zeros((rows, COLUMNS + 1, 4))  # changes by column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:

@@ -1,5 +1,3 @@
-"""Format the results of simulated runs as text."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -20,7 +18,6 @@ staleness       versions between a sample's oldest token and the batch: mean / m
 
 
 def table(outcomes: Sequence[SimulatedRun]) -> str:
-    """Table with a row per run: step time, fraction of the ideal speed, and numbers that explain it."""
     rows = [COLUMNS, *map(_cells, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     padded = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
@@ -45,7 +42,7 @@ def _cells(outcome: SimulatedRun) -> tuple[str, ...]:
 
 
 def advice(outcomes: Sequence[SimulatedRun]) -> str:
-    """Name the cheapest run that is about as fast as the fastest: the one with the fewest engines, then the least staleness."""
+    """Name the run with fewest engines, then least staleness, among those about as fast as the fastest."""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),

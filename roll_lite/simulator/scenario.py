@@ -1,5 +1,3 @@
-"""Scenario: all parameters of one simulated run."""
-
 from __future__ import annotations
 
 import math
@@ -18,16 +16,15 @@ DAY_S = 86_400.0
 @dataclass(frozen=True)
 class TrainerModel:
     overhead_s: float = 0.0
-    """Fixed seconds per step."""
     token_s: float = 0.0
-    """Seconds per token of the batch, including prompts, for log-prob passes and updates."""
+    """Seconds per prompt or response token of the batch, for log-prob passes and updates."""
     sync_s: float = 0.0
     """Seconds per weight update, during which all engines pause."""
     log_probs: float = 0.0
-    """Fraction of `token_s` spent on log-prob passes."""
+    """Fraction of `token_s` spent on log-probs."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
-        """Seconds of training on a batch. `early`: tokens whose log-probs were already computed during generation."""
+        """Return the seconds to train on a batch. `early`: tokens whose log-probs were computed during generation."""
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
@@ -37,29 +34,25 @@ class TrainerModel:
 @dataclass(frozen=True)
 class Failures:
     given: tuple[tuple[float, int], ...] = ()
-    """Planned deaths of engines: (second, engine number)."""
+    """Planned engine deaths: (second, engine number)."""
     mean_s: float | None = None
-    """Mean seconds between random deaths of an engine (exponential distribution); None: no random deaths."""
+    """Mean seconds between an engine's random deaths (exponential)."""
     mean_node_s: float | None = None
-    """Mean seconds between random losses of a node with all its engines (exponential distribution); None: no losses."""
+    """Mean seconds between a node's random losses (exponential)."""
     engines_per_node: int = 1
     hangs: tuple[tuple[float, int], ...] = ()
-    """Planned hangs of engines: (second, engine number)."""
     mean_hang_s: float | None = None
-    """Mean seconds between random hangs of an engine (exponential distribution); None: no random hangs."""
+    """Mean seconds between an engine's random hangs (exponential)."""
     hang_s: float = 7.0
     start_s: float | None = None
-    """Seconds until a replacement engine serves; None: engines are not replaced."""
+    """Seconds until a replacement engine serves; None: no replacement."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Engines added or removed on purpose."""
-
     joining: tuple[float, ...] = ()
-    """Times in seconds at which an engine is added."""
     leaving: tuple[tuple[float, int], ...] = ()
-    """Times at which nodes are drained: (second, node). Requests of its engines continue elsewhere; the last engine stays."""
+    """Node drains: (second, node). Requests continue on other engines; the last engine stays."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ class Scenario:
     steps: int = 16
     seed: int = 1
     offload_s: float | None = None
-    """Seconds to offload and load the engines between batches; None: they stay loaded."""
+    """Seconds to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
     """True if requests are sent in waves, and a request's id determines its engine."""
 
@@ -86,8 +79,7 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Average number of requests that fit into an engine and its KV cache at a time. Assumes that running responses, weighted by
-        length, are half done on average."""
+        """Mean number of requests that fit into an engine's KV cache. Assumes that running responses, weighted by length, are half done."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

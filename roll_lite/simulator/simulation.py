@@ -24,9 +24,9 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Seconds between polls for finished groups whose log-probs can be computed early."""
+"""Poll interval for finished groups whose log-probs can be computed early."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Thresholds that make garbage collections rare: each scans hundreds of thousands of samples."""
+"""Thresholds that make garbage collection rare: it scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,15 @@ class Step:
     waited_s: float
     trained_s: float
     tokens: int
-    """Tokens in the batch's prompts and responses."""
     response_tokens: int
     work_s: float
-    """Engine seconds that the batch's responses cost if all request slots are in use."""
+    """Engine seconds that the responses cost with all request slots in use."""
     samples: int
     groups: dict[str, int]
     staleness: float
     staleness_max: int
     engines: int
-    """Number of engines at the step's end, with those that are being replaced."""
+    """Engines at the step's end, including those being replaced."""
 
 
 @dataclass
@@ -62,20 +61,20 @@ class SimulatedRun:
     spans: list[Span] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
     hangs: list[tuple[float, int]] = field(default_factory=list)
-    """Hangs of engines: (second, engine number). These engines die later."""
+    """Hangs: (second, engine number). These engines die later."""
     failed: int = 0
     put_back: int = 0
-    """Requests preempted because the KV cache was full."""
+    """Requests preempted by a full KV cache."""
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds in which no prompts were started for later batches, because rewards were behind."""
+    """Seconds without starts of prompts for later batches, because rewards lagged."""
     early: int = 0
     exhausted: bool = False
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up. An asynchronous run begins with short responses: the long ones are still being generated."""
+        """Steps after the warm-up, in which asynchronous runs deliver short responses first."""
         return self.steps[self.warm_up :]
 
     @property
@@ -89,7 +88,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step's seconds: the engines' work at full capacity or the trainer's time, whichever is longer."""
+        """Lower bound of a step's seconds: engine work at full capacity or trainer time."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -98,7 +97,6 @@ class SimulatedRun:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the engines' capacity that was used."""
         return self.work_s / self.step_s
 
     @property
@@ -119,13 +117,11 @@ class SimulatedRun:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each domain's fraction of the delivered groups."""
         total = sum(sum(step.groups.values()) for step in self.steps)
         return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
 
 
 def simulate(scenario: Scenario, spans: bool = False) -> SimulatedRun:
-    """Simulate a run. `spans`: record when requests ran, for a picture."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -152,13 +148,10 @@ class _Simulation:
         self.engines: dict[int, SimulatedEngine] = {}
         self.gone: list[SimulatedEngine] = []
         self.present = scenario.engines
-        """Number of engines, with those that are being replaced."""
         self.draining: set[str] = set()
-        """Names of the nodes that are or were drained."""
         self.leaving: set[int] = set()
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Group number -> tokens, for groups whose log-probs were computed early."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
 
@@ -226,7 +219,7 @@ class _Simulation:
             self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Simulate early log-prob passes as in pipeline/early_passes.py: one at a time, over groups that will be in the batch."""
+        """Simulate pipeline/early_passes.py: one log-prob pass at a time, over groups that will be in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]
@@ -239,7 +232,6 @@ class _Simulation:
                 await asyncio.sleep(LOOK_S)
 
     async def train(self, result: RolloutResult) -> None:
-        """Wait for a running early log-prob pass, then spend the time to train on the batch."""
         await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
         early = [group for group in result.groups if group.group in self.early]
         self.outcome.early += sum(len(accepted(group)) for group in early)
@@ -299,7 +291,6 @@ class _Simulation:
     # ------------------------------------------------------------ engines that come and go
 
     def start_engine(self, number: int, node: int | None = None) -> SimulatedEngine:
-        """Start an engine. `node`: its node's number; None: derived from the engine's number, as for the first engines."""
         scenario = self.scenario
         self.node_of[number] = number // scenario.failures.engines_per_node if node is None else node
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
@@ -340,7 +331,7 @@ class _Simulation:
             self.present -= 1
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Time of an engine's death or hang: the earlier of the planned and the random one, or None."""
+        """Time of the planned or random failure, whichever is first."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]
@@ -365,7 +356,6 @@ class _Simulation:
             await self.join(self.clock() + self.scenario.failures.start_s, self.node_of[number])
 
     async def fail_node(self, node: int, mean_s: float) -> None:
-        """Let all engines of a node die at once, at random times."""
         for time in itertools.count():
             await asyncio.sleep(-mean_s * math.log(uniform(self.scenario.seed, "node failure", node, time)))
             for number in [number for number in self.engines if self.node_of[number] == node]:

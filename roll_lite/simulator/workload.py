@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores, drawn by a hash of the sample's identity: all scenarios get the same ones."""
+"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity: all scenarios get the same ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Quantile: the value below which the fraction `share` of draws lies."""
+        """Return the value below which the fraction `share` of draws lies."""
         ...
 
 
@@ -44,7 +44,7 @@ class LogNormal:
 
 
 class Quantiles:
-    """Distribution given by measured quantiles at even steps from minimum to maximum."""
+    """Distribution given by quantiles at even steps from minimum to maximum."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = tuple(values)
@@ -64,31 +64,26 @@ class DomainModel:
     samples_per_prompt: int = 16
     share: float = 1.0
     reward_s: Distribution | None = None
-    """Seconds to score a response; None: no time."""
     reward_most_s: float = math.inf
     reward_workers: int | None = None
     """Responses scored at a time; None: no limit."""
     all_right: float = 0.0
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. The remaining ones have success probabilities drawn uniformly from 0 to 1."""
+    """Fraction of prompts that are never solved. All others have success probabilities uniform in 0 to 1."""
     turns: Distribution | None = None
-    """Responses in an episode; None: one."""
     max_turns: int = 1
     environment_s: Distribution | None = None
-    """Seconds that the environment takes to answer a response; None: no time."""
     environment_tokens: int = 0
     """Tokens that the environment adds between two responses."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
-    """Passes over the prompts; None: no limit."""
     least: int = 0
-    """Minimum groups of this domain in a batch."""
 
 
 class SimulatedPrompts:
-    """Simulated prompts of a domain. A prompt's first two tokens are the domain's number and the prompt's index."""
+    """Simulated prompts. A prompt's first two tokens are the domain's number and the prompt's index."""
 
     def __init__(self, model: DomainModel, number: int) -> None:
         self._model = model
@@ -103,7 +98,7 @@ class SimulatedPrompts:
 
 
 class SimulatedReward:
-    """Simulated reward: sleeps for a random time, then scores 0 or 1."""
+    """Sleeps for a random time, then scores 0 or 1."""
 
     def __init__(self, model: DomainModel, seed: int) -> None:
         self.capacity = math.inf if model.reward_workers is None else model.reward_workers
@@ -130,7 +125,7 @@ class SimulatedReward:
 
 
 class SimulatedEnvironment:
-    """Simulated environment: sleeps for a random time after each response, and adds tokens."""
+    """Sleeps for a random time after each response, and adds tokens."""
 
     def __init__(self, model: DomainModel, turns: Distribution, seed: int) -> None:
         self._model = model
@@ -151,7 +146,6 @@ class SimulatedEnvironment:
 
 
 def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
-    """Function that draws the length in tokens of a request's whole response."""
     by_name = {model.name: model.lengths for model in models}
 
     def length(request: GenerationRequest) -> int:

@@ -1,4 +1,4 @@
-"""DuckDB index of a run's samples, view.duckdb in its folder: filters, counts and pages over millions of samples."""
+"""DuckDB index of a run's samples (view.duckdb in its folder), to filter, count and page millions of samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import duckdb
 
 INDEX_FILE = "view.duckdb"
 OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-"""Configuration of DuckDB under which it downloads nothing; JSON is built in."""
+"""Settings that keep DuckDB from downloading extensions; JSON is built in."""
 BATCH_BYTES = 64 << 20
-"""Size of the files that are indexed at once; the newest come first."""
+"""Size of the files indexed at once, newest first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""Columns to filter by. `kind` is `step` or `validation`; `reward` and `advantage` are those of credit/."""
+"""Columns to filter by. `kind`: `step` or `validation`; `reward` and `advantage` come from credit/."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
@@ -45,7 +45,7 @@ PAGE = """
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
     FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
-"""Texts are read for the page's rows only."""
+"""Query of one page; reads texts for its rows only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM samples WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -66,13 +66,10 @@ class SampleIndex:
             self._db = duckdb.connect(config=OFFLINE)
         self._db.execute(SCHEMA)
         self.changes = 0
-        """Number of times that the index has changed."""
         self._closed = False
         self.waiting = 0
-        """Number of files that are not indexed yet."""
 
     def close(self) -> None:
-        """End indexing and close the file."""
         self._closed = True
         self._db.interrupt()
         with self._lock:
@@ -116,12 +113,12 @@ class SampleIndex:
         self.changes += 1
 
     def _stamp(self, name: str) -> str:
-        """Text that changes with a file of samples or its credits."""
+        """Return a text that changes with the sample file or its credits."""
         states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Matching samples in the order of a column (`-`: largest first), `count` of them from number `start` on."""
+        """Return `count` matching samples from number `start` on, sorted by a column (`-`: largest first)."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")
@@ -129,14 +126,13 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Matching samples by the value of a column: their number, mean score, share of correct ones."""
+        """Group matching samples by a column: number, mean score, share of correct ones."""
         if by not in WORDS + NUMBERS:
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}")
         where, values = conditions(given)
         return self._rows(COUNTS.format(by=by, where=where), values)
 
     def spans(self, step: int) -> list[dict[str, Any]]:
-        """Times of a step's samples."""
         return self._rows(SPANS, [step])
 
     def _rows(self, query: str, values: Sequence[Any]) -> list[dict[str, Any]]:
@@ -146,7 +142,8 @@ class SampleIndex:
 
 
 def conditions(given: Given) -> tuple[str, list[Any]]:
-    """SQL condition and values of `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError for a bound that is no number."""
+    """Build SQL condition and values from filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError if a bound
+    is no number."""
     parts: list[str] = ["true"]
     values: list[Any] = []
     for name, wanted in given.items():

@@ -1,4 +1,4 @@
-"""A run as one HTML file: the viewer's page with its content inside, at rest."""
+"""Write a run as one HTML file: the viewer's page with its data embedded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from roll_lite.observability.view.runs import PAGE, Run, find_runs
 
 REPORT_FILE = "report.html"
 STEPS, VALIDATIONS = 6, 2
-"""Numbers of training steps and validations, evenly spread, whose samples are shown."""
+"""Number of training steps and validations whose samples are shown, evenly spread."""
 SAMPLES = 24
-"""Samples of a domain in each of them; groups stay whole."""
+"""Samples shown per step and domain; groups stay whole."""
 LONGEST_TEXT = 4000
 POINTS = 300
-"""Points of a curve."""
 REFERENCE = re.compile(r'<(?:link rel="stylesheet" href|script src)="page/([\w.]+)">(?:</script>)?')
 POLICY = """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';
 img-src data: blob:">"""
 
 
 def write_reports(places: Sequence[Path]) -> int:
-    """Write the report of each run at these places and print its path; exit code."""
     try:
         for folder in find_runs(places).values():
             sys.stdout.write(f"{write_report(folder)}\n")
@@ -40,14 +38,13 @@ def write_reports(places: Sequence[Path]) -> int:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the report of the run in `folder`; returns its path."""
     path = folder.resolve() / REPORT_FILE
     write_whole(path, _html(content(Run(f"{path.parent.parent.name}/{path.parent.name}", folder))))
     return path
 
 
 def content(run: Run) -> dict[str, Any]:
-    """Answers to what the page would ask the server for, by question."""
+    """Return the server answers that the page needs, by query."""
     status = run.status()
     steps = status["steps"]
     shown = [*_spread(run.folder, "step", STEPS), *_spread(run.folder, "validation", VALIDATIONS)]
@@ -71,7 +68,6 @@ def _spread(folder: Path, kind: str, most: int) -> list[Path]:
 
 
 def _some(run: Run, file: Path, domains: list[str]) -> Iterator[dict[str, Any]]:
-    """First groups of each domain in a file of samples."""
     counts, groups, missing = Counter[str](), set(), set(domains)
     for record in run.samples(file.name):
         domain, group = record["domain"], record["group"]
@@ -96,8 +92,6 @@ def _shortened(value: Any) -> Any:
 
 
 def _html(data: dict[str, Any]) -> str:
-    """The page with styles, scripts and data inside."""
-
     def inside(reference: re.Match[str]) -> str:
         text, tag = (PAGE / reference[1]).read_text(encoding="utf-8"), "style" if reference[1].endswith(".css") else "script"
         return f"<{tag}>{text}</{tag}>"

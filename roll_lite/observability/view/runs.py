@@ -1,4 +1,4 @@
-"""Runs that the viewer and the report show: what their folders hold, as plain values for JSON."""
+"""Read run folders for the viewer and the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "a
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Name -> folder of each run at these places: runs, or folders that hold runs. ValueError for a place without any."""
+    """Find runs by name at these places: run folders, or folders that hold runs. ValueError for a place without runs."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
@@ -43,7 +43,6 @@ class Run:
         self.folder = folder
         self._records: dict[int, dict[str, float]] = {}
         self._read = 0
-        """Bytes of metrics.jsonl that have been read."""
 
     def status(self) -> dict[str, Any]:
         records, config = self.records(), self._config
@@ -57,7 +56,7 @@ class Run:
         }
 
     def records(self) -> dict[int, dict[str, float]]:
-        """Metrics by step; only new lines are read."""
+        """Return metrics by step; reads new lines only."""
         with suppress(FileNotFoundError), (self.folder / METRICS_FILE).open("rb") as lines:
             if lines.seek(0, os.SEEK_END) < self._read:  # the run went back to a checkpoint
                 self._records, self._read = {}, 0
@@ -71,7 +70,7 @@ class Run:
         return self._records
 
     def series(self, names: Collection[str], every: int = 1) -> dict[str, Any]:
-        """Values of metrics by step; null where a step has none. A name that ends with `/` stands for all that begin with it."""
+        """Return values of metrics by step, null if missing. A name ending with `/` selects all with this prefix."""
         prefixes = tuple(name for name in names if name.endswith("/"))
         records = dict(sorted(self.records().items()))
         steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]
@@ -79,7 +78,6 @@ class Run:
         return {"steps": steps, "values": {name: [records[step].get(name) for step in steps] for name in known}}
 
     def config(self) -> dict[str, Any]:
-        """Settings without secrets."""
         return for_trackers(self._config, os.environ)
 
     @cached_property
@@ -88,18 +86,17 @@ class Run:
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
 
     def group(self, kind: str, step: int, group: int) -> list[dict[str, Any]]:
-        """Whole records of a group's samples."""
         name = f"{'validation' if kind == 'validation' else 'step'}_{step:06d}.jsonl"
         return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
-        """Records of a file of samples, of lines that contain `mark`; `credit` is a sample's line in credit/."""
+        """Yield the records of a sample file, from lines that contain `mark`. `credit`: the sample's line in credit/."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Tokens of a group's samples by index, one entry per row in training: texts, who chose them, and numbers that were kept."""
+        """Return tokens of a group's samples by index, per training row: texts, whether the policy chose them, and recorded numbers."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
@@ -112,7 +109,7 @@ class Run:
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Text that each token adds to the one before; its number, if no tokenizer is found."""
+        """Return the text that each token adds to the one before; its id without a tokenizer."""
         if self._tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]
@@ -128,11 +125,10 @@ class Run:
         return Tokenizer.from_file(str(files[0])) if files else None
 
     def phases(self, step: int) -> list[list[Any]]:
-        """Phases of a step with their seconds, in the order of their starts."""
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Phases of a step, times of its samples, their first engines by group, and the run's processes."""
+        """Return a step's phases, sample times, first engines by group, and the run's processes."""
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
         engines = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
         processes = _json_file(self.folder / "processes.json") or []
@@ -144,7 +140,7 @@ class Run:
 
 
 def lines_of(file: Path, mark: str = "") -> Iterator[dict[str, Any]]:
-    """Records of the complete lines that contain `mark`."""
+    """Yield the records of complete lines that contain `mark`."""
     with suppress(FileNotFoundError), file.open("rb") as lines:
         yield from (json.loads(line) for line in lines if mark.encode() in line and line.endswith(b"\n"))
 

@@ -1,4 +1,4 @@
-"""Web server of `roll-lite view`: the page, and what it asks for as JSON."""
+"""Web server of `roll-lite view`: the page, and its data as JSON."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
     "timeline": lambda run, given: run.timeline(int(given["step"][0])),
     "config": lambda run, given: run.config(),
 }
-"""Answers about one run, by the address below /api/."""
+"""Answers about one run, by the path below /api/."""
 
 
 class Viewer:
-    """Runs at the given places; new ones are found whenever the page asks for the list."""
+    """Runs at the given places; new ones are found when the page asks for the list."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
@@ -54,7 +54,7 @@ class Viewer:
         self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
-        """States of all runs. Their indexes are brought up to date meanwhile."""
+        """Return the states of all runs, and update their indexes in the background."""
         with self._lock:
             for name, folder in find_runs(self._places).items():
                 if name not in self._runs:
@@ -85,7 +85,7 @@ class Viewer:
 
 
 def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application:
-    """Server's application. On this machine's own address it answers only to local names, so that no foreign page can ask it."""
+    """Build the server. On a local address it answers only local host names, so that no foreign page can query it."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
@@ -107,7 +107,6 @@ def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application
 
 
 def serve(places: Sequence[Path], host: str, port: int) -> int:
-    """Serve until Ctrl-C; exit code."""
     try:
         with suppress(KeyboardInterrupt):
             web.run_app(application(places, host), host=host, port=port, access_log=None, shutdown_timeout=1.0)
