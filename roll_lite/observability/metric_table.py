@@ -274,6 +274,10 @@ METRICS: dict[str, Metric] = {
     "log_probs/tflops": replace(TFLOPS, by="role"),
     "log_probs/mfu": replace(MFU, by="role"),
     # memory
+    "ranks/slowest_seconds": Metric(MAX, "s", "Time of the slowest training rank in a phase.", by="role/phase"),
+    "ranks/fastest_seconds": Metric(
+        MIN, "s", "Time of the fastest training rank in a phase; the others may wait for the slowest.", by="role/phase"
+    ),
     "memory/allocated_megabytes": Metric(MAX, "MB", "Peak of the GPU memory allocated by torch, on the fullest rank.", by="role/phase"),
     "memory/reserved_megabytes": Metric(
         MAX, "MB", "Peak of the GPU memory that torch has reserved, allocated or cached, on the fullest rank.", by="role/phase"

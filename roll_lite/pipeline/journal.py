@@ -35,7 +35,7 @@ from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
 from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
-from roll_lite.observability.timers import StepTimers
+from roll_lite.observability.timers import STEP, Span, StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
@@ -52,6 +52,8 @@ PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
 """File with node and process id of every process of the run."""
+SHOWN_EVERY = 10
+"""Steps between samples that trackers show."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
@@ -90,6 +92,7 @@ class Journal:
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._current = 0
+        self._work: Mapping[str, Sequence[RankWork]] = {}
         self._shaped: DataProto | None = None
         """Rows with rewards, until `_write_credit` writes them."""
 
@@ -108,7 +111,7 @@ class Journal:
     def step(self, number: int) -> Iterator[None]:
         """Collect metrics of step `number` inside the block; write them at its end."""
         self._sums = MetricSums()
-        self._current, self._shaped = number, None
+        self._current, self._shaped, self._work = number, None, {}
         tokens = dict(self._tokens)
         try:
             with self.timers.step():
@@ -127,6 +130,17 @@ class Journal:
         self.console.step(number, metrics)
         for warning in warnings:
             self.console.message(warning, style="yellow")
+        self._trackers.spans(number, [*self.timers.last.spans, *self._rank_spans()])
+        if number % SHOWN_EVERY == 0:
+            self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl")
+
+    def _rank_spans(self) -> Iterator[Span]:
+        around = {span.name.rpartition("/")[2]: span.name for span in self.timers.last.spans}
+        for role, ranks in self._work.items():
+            for rank, phases in enumerate(ranks):
+                for phase, work in phases.items():
+                    for start, seconds in work.runs:
+                        yield Span(f"{role}[{rank}] {phase}", start, seconds, around.get(phase, STEP), role, rank)
 
     def synced(self, transfer: Pushed | None) -> None:
         if transfer is not None:
@@ -386,9 +400,13 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
+        self._work = by_role
         for role, ranks in by_role.items():
             for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
                 done = [rank[phase] for rank in ranks if phase in rank]
+                for one in done:
+                    self._sums.add("ranks/slowest_seconds", one.seconds, label=f"{role}/{phase}")
+                    self._sums.add("ranks/fastest_seconds", one.seconds, label=f"{role}/{phase}")
                 for one in done:
                     for kind, size in one.memory.items():
                         self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
@@ -472,12 +490,14 @@ class Journal:
         metrics = sums.values()
         self._note(step, metrics)
         self.console.validation(step, metrics)
+        self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl")
 
     def close(self, exit_state: str) -> None:
         """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
+        self._trackers.picture(self.folder / CURVES_FILE)
         try:
             from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
 

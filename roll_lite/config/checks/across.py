@@ -37,7 +37,9 @@ from roll_lite.config.validation import value_at
 OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
-SERVICES = ("wandb", "mlflow", "swanlab")
+SERVICES = {name: name for name in ("wandb", "mlflow", "swanlab")}
+SERVICES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+"""Trackers by name, with the module that each needs."""
 """Trackers that need the package of the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
@@ -154,13 +156,20 @@ def _trackers(config: RunConfig) -> Iterator[Mistake]:
             yield f"{path}.name", f"trackers.{names.index(name)} is {name} too; keep one"
         if name in LOCAL and tracker.args:
             yield f"{path}.args", f"{name} takes no arguments"
-        elif name in SERVICES and find_spec(name) is None:
+        elif name in SERVICES and not _is_installed(SERVICES[name]):
             yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{name}]"'
         elif "." in name:
             yield from check_function(path, "name", name, tracker.args, or_class=True)
         elif name not in (*LOCAL, *SERVICES):
             near = did_you_mean(name, [*LOCAL, *SERVICES])
             yield f"{path}.name", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
 
 
 def _max_model_len(config: RunConfig) -> Mistakes:

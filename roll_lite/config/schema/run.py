@@ -126,9 +126,12 @@ class ReplayConfig(Section):
 
 class TrackerConfig(Section):
     name: str
-    """jsonl, tensorboard, wandb, mlflow, swanlab, or dotted path to your Tracker class."""
+    """jsonl, tensorboard, wandb, mlflow, swanlab, prometheus, opentelemetry, or dotted path to your Tracker class."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `wandb.init`, `swanlab.init` or your class; mlflow: tracking_uri, experiment_name, run_name."""
+    """Keyword arguments of `wandb.init`, `swanlab.init`, opentelemetry's `OTLPSpanExporter` or your class; mlflow: tracking_uri,
+    experiment_name, run_name; prometheus: port, address."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Samples per domain shown as text, with every validation and every tenth step (tensorboard, wandb, mlflow, swanlab)."""
 
 
 class WeightSyncConfig(Section):
