@@ -110,8 +110,8 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers.
 
-    All members of an NCCL group need equal settings, so trainers follow SGLang. Torch would round trainers' pinned copies up to powers of
-    two and never free them.
+    All members of an NCCL group need equal settings, so trainers get the NCCL settings that SGLang chooses for its engines. Trainers also
+    get a size limit for cached pinned memory: torch would round pinned copies up to powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -129,7 +129,7 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return the models whose embeddings train, by setting name. LoRA freezes the actor's."""
+    """Return paths of the models whose token embeddings are trained, by the setting that names them. LoRA freezes the actor's."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
@@ -137,7 +137,7 @@ def trained_embeddings(config: RunConfig) -> dict[str, Path]:
 
 
 def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
-    """Return the rows of `algorithm.ptx`, and warnings about their tokens with zero embeddings."""
+    """Return the supervised rows of `algorithm.ptx` (None if unset), and warnings about tokens in them whose embedding is zero."""
     ptx, path = config.algorithm.ptx, config.model.path
     if ptx is None or not trains(config):
         return None, []
@@ -258,7 +258,7 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return one slot per replica, and options of its Ray actors on further nodes."""
+        """Return a slot (devices) per engine replica and, for replicas that span nodes, Ray options of their actors on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

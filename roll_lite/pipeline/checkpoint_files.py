@@ -1,4 +1,4 @@
-"""Files of checkpoints: which one to resume from, whether it is intact, whether it fits the run.
+"""Choose the checkpoint to resume from; check that its files are intact and that it fits the run.
 
 A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
 (sizes and checksums), written last.
@@ -65,7 +65,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint: `folder` itself or, if it is a run, its newest finished checkpoint or the one that it resumed from.
+    """Choose the checkpoint to resume from: `folder` itself or, if `folder` is a run, its newest finished checkpoint or else the one that
+    the run resumed from.
 
     Raise ValueError if there is none.
     """
@@ -91,7 +92,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with `checkpoint.resume` resolved, and notes on the choice. May raise StoreUnreachable."""
+    """Return the configuration with `checkpoint.resume: auto` replaced by a checkpoint (or None), and notes on the choice. May raise
+    StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):

@@ -29,11 +29,11 @@ class JoiningEngines:
         return task.remote(self.drivers, node_facts.installed(), ray.util.get_node_ip_address())
 
     def release(self, engine: int) -> None:
-        """Free the engine's devices, which ends it."""
+        """Free the devices reserved for an engine, which ends the engine."""
         remove_placement_group(self.slots[engine].reserved)
 
     def reserve(self, engine: int) -> None:
-        """Create a slot, so that the engine waits for free devices."""
+        """Give an engine a new slot, so that it waits until devices are free."""
         self.slots[engine] = self.new_slot()
 
     def joined(self, place: Place) -> None:

@@ -1,8 +1,8 @@
-"""Recovery after the loss of a training rank or of the rollout service.
+"""Recover after the loss of a training rank or of the rollout service.
 
-A training role restarts from the newest checkpoint or in-memory copy, and trains again on the batches that the driver has kept. The service
-restarts in its state after the last step, without kept batches; if updates were in progress, the run repeats the steps since the
-checkpoint.
+After the loss of a rank, trained roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches that the driver
+has kept. The service restarts in its state after the last step; kept batches are lost with it. So if an update was in progress too, the run
+repeats the steps since the checkpoint.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Recovery:
         """Batch source state after the last step."""
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False while an update may have changed weights since the last complete step."""
+        """False from the start of an update to the end of its step: if interrupted, some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
-        """True while the run goes back to an earlier step."""
+        """True while the run goes back to repeat whole steps."""
         self._validation: int | None = None
         """Step of a validation that was lost with the service, until it runs again."""
 

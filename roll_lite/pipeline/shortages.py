@@ -1,4 +1,4 @@
-"""Shortages of files, shared memory or memory on a machine: checked before a run, named with its failure."""
+"""Detect a lack of open files, shared memory or memory on this machine: before a run, and as the likely cause of a failure."""
 
 from __future__ import annotations
 

@@ -35,14 +35,15 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(ABC):
-    """Source of batches. Defaults suit a source without engines and state."""
+    """Source of batches. The default methods suit a source without engines and state."""
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in this state. Prompts taken after it start again."""
+        """Restart the rollout service in an earlier state: prompts that it started later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine parts that the phase needs inside the block; also the trainer's weights if the engines lack `version`."""
+        """Load the engine memory that a phase needs, for the duration of the block. For SYNC_WEIGHTS, also load the actor's weights if
+        engines lack `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -155,7 +156,7 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. Raise the loss of a training rank at once or, if engines offload, when they are done."""
+        """Wait for a batch or validation. Raise the loss of a training rank at once; if engines offload, only when they are done."""
         lost: RankFailed | None = None
         while True:
             try:

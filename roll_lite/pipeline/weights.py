@@ -50,7 +50,8 @@ class WeightSync:
         expert_parallel: int = 1,
         drops_weights: bool = False,
     ) -> None:
-        """Settings of the engines: `dtype`, `expert_parallel`, `drops_weights` (dropped between updates, so every `push` sends them)."""
+        """Take settings of the engines: `dtype`, `expert_parallel`, `drops_weights` (dropped between updates, so every `push` sends
+        weights)."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
