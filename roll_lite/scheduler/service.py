@@ -29,7 +29,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Serves batches and validations. Needs a running event loop. Staleness counts requested batches."""
+    """Serves batches and validations. Needs a running event loop. Staleness is measured in requested batches."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """Take a base `seed` for requests, and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the
-        next batch."""
+        """Take a base `seed` for requests and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the next
+        batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
@@ -102,7 +102,8 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, at least an equal share."""
+        """Return how many held-out samples may run: the capacity that training leaves, but at least one of 1 + (number of domains) equal
+        shares."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))

@@ -57,7 +57,7 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save. During generation, its tokens are those of `request`, then those of `parts`."""
+    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then those of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None
@@ -65,7 +65,11 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """Return a sample's state while its first response is generated. `first`: original request. `request`: the one at the engine."""
+        """Return the state to save of a sample whose first response is still being generated.
+
+        `first`: original request. `request`: the one now at the engine, which may continue an interrupted response. `so_far`: response so
+        far. `parts`: its pieces from the present engine.
+        """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]

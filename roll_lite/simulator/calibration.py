@@ -79,7 +79,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more samples than their batches hold: the surplus lengths are not recorded."""
+    """Raise ValueError if the run generated more samples than its batches hold: lengths of the surplus are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -156,7 +156,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure seconds per token, from step times without generation and weight update."""
+    """Compute the trainer's seconds per token, from step times without generation and weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

@@ -93,7 +93,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Simulated EngineClient for the router. `length(request)`: response tokens without the max_tokens limit."""
+    """Simulated EngineClient for the router. `length(request)` returns the response's length before max_tokens cuts it."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class CreditReport:
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""Column with the MoE experts to use in updates, by algorithm.routing_replay; None: the model's router chooses."""
+"""Column with the MoE experts that updates use, by algorithm.routing_replay; None: the model's router chooses."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -81,7 +81,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets. Collective over head ranks (one per data parallel rank)."""
+        """Compute advantages and the critic's targets. Must be called on all head ranks (one per data parallel rank) together."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -165,7 +165,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """Return True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
+    """Return True if an update's mean KL per token exceeds the limit or is NaN. The result is equal on all ranks."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))

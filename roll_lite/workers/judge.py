@@ -51,7 +51,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. This object reserves the port, which restarts keep."""
+    """Process of a judge's server. This object reserves the port, so that restarts keep it."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"

@@ -195,7 +195,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. The column `values` holds the values that the advantages used."""
+    """Clipped value loss. The column `values` holds the values before the updates, from which advantages were computed."""
 
     clip: float | None = 0.2
     domains: int = 1

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Puts a step's dumped tokens into the object store, and reads the next step meanwhile."""
+    """Returns a step's dumped batch, with tokens in the object store, and reads the next step ahead."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

@@ -246,7 +246,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers the further terms."""
+    """RewardClient of one domain: a reward model gives the score, reward workers add further reward terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config

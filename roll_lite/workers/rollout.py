@@ -76,7 +76,7 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Paths of models whose embeddings train, by setting; prompt tokens with zero embeddings cause a note."""
+    """Paths of models whose token embeddings are trained, by setting; a note warns of prompt tokens whose embedding is zero."""
     columns: tuple[str, ...] = ()
     """Extra token columns from engines, as in EngineSpec."""
     nodes: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class RolloutBatch:
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Workers replaced since the last batch, by part (reward, environment) and domain."""
+    """Number of workers replaced since the last batch, by kind (reward, environment) and domain."""
     silences: list[float] = field(default_factory=list)
     """Seconds from last answer to loss, for each engine lost since the last batch."""
     ledger: bytes = b""
@@ -104,7 +104,7 @@ GC_THRESHOLDS = (100_000, 50, 100)
 
 @dataclass(frozen=True)
 class Trial:
-    """Reward, or one component (base reward or term), to test with a canned response."""
+    """Test of a reward, or of one component (base reward or term), with a canned response."""
 
     domain: str
     place: str
@@ -304,7 +304,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that the batch will surely contain, without `known`; empty if fewer than `least`."""
+        """Return rows and tokens of finished groups that the batch will surely contain, except groups `known`; empty if fewer than
+        `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
