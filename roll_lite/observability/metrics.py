@@ -43,8 +43,8 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for a mean, give the sum and the `count` of its items.
 
-        `label`: domain, phase or role, whichever the metric's `by` names; NO_DOMAIN: over all domains. `part`: a reward term or subset of
-        the domain's samples; it is not counted in the domain's value, which needs its own call.
+        `label`: domain, phase or role, whichever the metric's `by` names; NO_DOMAIN: all domains. `part`: a reward term or subset of the
+        domain's samples, not counted in the domain's value, which needs its own call.
         """
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":

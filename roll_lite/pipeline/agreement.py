@@ -1,5 +1,4 @@
-"""Check in every step that engines and trainer compute the same log-probs for the same tokens: otherwise a run silently trains on
-another policy's samples."""
+"""Check in every step that engines and trainer compute equal log-probs: otherwise a run silently trains on another policy's samples."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 UPDATED = """The engine's weights have likely gone wrong in that update; weight_sync.verify: full compares all of them after each one.
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
-"""Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower of the engine's and the trainer's precision."""
+"""Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean log-prob difference in nats up to which a difference counts as rounding, by precision."""
 STALE_FLOOR = 0.05
@@ -38,7 +37,7 @@ STALE_FLOOR = 0.05
 FACTOR, STALE_FACTOR = 5.0, 10.0
 """Multiple of the usual log-prob difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Minimum tokens of an engine in a step to compare the engine, by precision: single tokens differ much in bfloat16."""
+"""Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
 """Earlier steps whose median is the usual difference: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most
 REMEMBERED."""

@@ -159,7 +159,6 @@ def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
 
 
 def most_tokens(config: RunConfig) -> int:
-    """Return an upper bound of a step's tokens."""
     return (
         config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
     )

@@ -1,4 +1,4 @@
-"""Save and load checkpoints, export the final model. With `checkpoint.store`, nodes also keep the newest checkpoint for restarted ranks."""
+"""Save and load checkpoints, export the final model."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for one in-memory copy: the previous copy stays until the new one is complete, and recovery.py
-keeps batches there."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy stays meanwhile, and recovery.py keeps batches there."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -55,7 +54,7 @@ NO_ROOM = (
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait until files written on other nodes are visible: a network file system may cache their absence."""
+"""Seconds to wait for files written on other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
@@ -231,9 +230,9 @@ class Checkpoints:
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Verify and load the checkpoint `checkpoint.resume`; return the driver's state, None if unset.
+        """Verify and load `checkpoint.resume`; return the driver's state, None if unset.
 
-        A run that continues in its own folder marks a damaged checkpoint and takes the one before.
+        A run that continues in its folder marks a damaged checkpoint and takes the one before.
         """
         if self._config.checkpoint.source is None:
             return None
@@ -259,7 +258,7 @@ class Checkpoints:
         return 0 if self._newest is None else steps_of(self._newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
-        """Copy the ranks' model states into their nodes' object stores. If they do not fit, make no more copies in this run."""
+        """Copy the ranks' states into their nodes' object stores. If they do not fit, make no more copies."""
         saved, copies = self.stateful(models), {}
         room = COPY_SHARE * ray.cluster_resources()["object_store_memory"] / sum(model.ranks.world_size for model in saved.values())
         for role, model in saved.items():
@@ -299,7 +298,7 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged, and use the run's one before or else the start weights.
+        """Mark the newest checkpoint as damaged; use the run's one before, or the start weights.
 
         Raise `error` if a resumed run has no other checkpoint of its own.
         """
@@ -328,8 +327,8 @@ class Checkpoints:
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify all checksums, download missing files, and return the checkpoint's state. `copy`: local folder to read state.json and
-        files.json from."""
+        """Verify checksums, download missing files, return the checkpoint's state. `copy`: local folder to read state.json and files.json
+        from."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -364,8 +363,7 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor's weights, or their moving average, to the reference. Files are used because the roles' parallel layouts may
-        differ."""
+        """Copy the actor's weights, or their moving average, to the reference. Uses files, since the roles' parallel layouts may differ."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None

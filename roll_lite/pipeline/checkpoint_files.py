@@ -1,4 +1,4 @@
-"""Choose the checkpoint to resume from; check that its files are intact and that it fits the run.
+"""Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
 A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
 (sizes and checksums), written last.
@@ -65,8 +65,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from: `folder` itself or, if `folder` is a run, its newest finished checkpoint or else the one that
-    the run resumed from.
+    """Choose the checkpoint to resume from: `folder` itself or, if it is a run's folder, the run's newest finished checkpoint, or else the
+    one that the run resumed from.
 
     Raise ValueError if there is none.
     """
@@ -92,7 +92,7 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with `checkpoint.resume: auto` replaced by a checkpoint (or None), and notes on the choice. May raise
+    """Return the configuration with `checkpoint.resume: auto` replaced by a checkpoint or None, and notes on the choice. May raise
     StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
@@ -164,7 +164,6 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    """Write files.json, after all other files."""
     text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 

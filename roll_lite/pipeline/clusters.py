@@ -1,4 +1,4 @@
-"""Models and engines as the pipeline calls them, and how they take turns on shared devices (config/device_phases.py)."""
+"""Models and engines as the pipeline calls them, and their turns on shared devices (config/device_phases.py)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start: engines measure free memory, so those on one GPU start one after the other."""
+    """Number of turns in which engines start: engines measure free memory, so those on one GPU start one by one."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -133,8 +133,7 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block. `beside`: models, with their parts, to load at the same
-        time."""
+        """Load the engine memory that a phase needs, for the duration of the block. `beside`: models, with parts, to load too."""
         return loaded(self, self.parts(phase), beside)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -196,7 +195,7 @@ def lengths(rows: DataProto) -> torch.Tensor:
 
 
 def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls that `beside` starts; then initialize and offload the others one by
+    """Initialize models that stay loaded, in parallel with the calls started by `beside`; then initialize and offload the others one by
     one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *beside())
     for model in models:
@@ -224,7 +223,7 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role for the duration of the block. `beside`: roles to load too; the caller offloads them, except after a failure."""
+    """Load parts of a role for the duration of the block. `beside`: roles to load too; callers offload these, except after a failure."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield
@@ -237,8 +236,8 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run each role's turn (load, work, offload); return results in order. Offloading roles that share devices run one after the other,
-    others at the same time."""
+    """Run each role's turn (load, work, offload); return results in order. Offloading roles that share devices take turns, others run at
+    once."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

@@ -139,8 +139,7 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Return True if started replacements may get weights and serve during a step; with `offload: true`, only if no other engine
-        lives."""
+        """Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
@@ -178,7 +177,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers serve, which have got the weights. `version`: version of these; None in a run that does not train."""
+        """Let newcomers serve, after they got weights. `version`: of these weights; None in a run that does not train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)

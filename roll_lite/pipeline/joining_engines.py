@@ -16,7 +16,6 @@ from roll_lite.pipeline import node_facts, nodes
 @dataclass(frozen=True)
 class JoiningEngines:
     slots: list[Slot]
-    """Slot (devices) of each engine, by engine number."""
     new_slot: Callable[[], Slot]
     drivers: nodes.View
     """Files of the driver's node that must be equal on all nodes."""

@@ -91,7 +91,6 @@ class Journal:
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._shaped: DataProto | None = None
-        """Rows with rewards, until `_write_credit` writes them."""
 
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
@@ -168,7 +167,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: cause by engine number, for all engines lost so far. `engines`: total number, lost ones
+        """Report newly lost engines. `causes`: by engine number, for all engines lost so far. `engines`: total number, lost ones
         included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
@@ -223,7 +222,7 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: number of workers replaced, by kind (reward, environment) and domain. `silences`: for each lost
+        """Record a batch. `replaced`: number of replaced workers, by kind (reward, environment) and domain. `silences`: for each lost
         engine, seconds from its last answer to the loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
@@ -352,8 +351,7 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates, by role and data parallel rank. Metric sums are equal on all ranks; peaks (maxima, minima) are
-        merged."""
+        """Record a step's optimizer updates, by role and data parallel rank. Metric sums are equal on all ranks; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)

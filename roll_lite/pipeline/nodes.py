@@ -42,8 +42,7 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the folder's files on this node, by name; for a checkpoint only sizes, since loading verifies
-        checksums."""
+        """Return fingerprints of the folder's files on this node, by name; for a checkpoint sizes, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -128,8 +127,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 def looked_at(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. A node that shares the run folder finds the driver's probe file and answers with a file
-    beside it."""
+    """Return what each node sees, by node id. A node that shares the run folder answers the driver's probe file with a file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

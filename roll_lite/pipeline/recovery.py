@@ -1,8 +1,8 @@
 """Recover after the loss of a training rank or of the rollout service.
 
-After the loss of a rank, trained roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches that the driver
-has kept. The service restarts in its state after the last step; kept batches are lost with it. So if an update was in progress too, the run
-repeats the steps since the checkpoint.
+Training roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches that the driver has kept. The service
+restarts in its state after the last step; kept batches are lost with it. So if an update was in progress, the run repeats all steps since
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ STORE_SHARE = 0.5
 
 
 class Recoverable(Protocol):
-    """Methods of the pipeline that recovery calls."""
-
     steps_done: int
     version: int
     validation: Validations
@@ -70,10 +68,9 @@ class Recovery:
         self.reached: dict[str, Any] = {}
         """Driver state after the last step, or at the start before the first."""
         self.source_state: dict[str, Any] = {}
-        """Batch source state after the last step."""
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False from the start of an update to the end of its step: if interrupted, some weights may have changed."""
+        """False from the start of an update to the end of its step: some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
         """True while the run goes back to repeat whole steps."""

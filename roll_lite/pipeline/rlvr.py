@@ -446,7 +446,7 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return a metric's mean over all domains' tokens. `parts`: sums under `<name>#<i>` and numbers of tokens under `<tokens>#<i>`, for
-    domain i."""
+    """Return a metric's mean over all domains' tokens. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
+    i."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

@@ -42,8 +42,8 @@ class BatchSource(ABC):
         """Restart the rollout service in an earlier state: prompts that it started later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block. For SYNC_WEIGHTS, also load the actor's weights if
-        engines lack `version`."""
+        """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if engines
+        lack `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:

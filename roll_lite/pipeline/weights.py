@@ -66,7 +66,6 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Transfer plan of the present connections; None before connecting."""
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
         """Version last sent; None before the first `push`, which also sends start weights."""
@@ -87,7 +86,6 @@ class WeightSync:
         return self.send_to_newcomers(version)
 
     def send_to_newcomers(self, version: int) -> Pushed | None:
-        """Send weights to newcomers while the other engines generate."""
         return self._send(version, lambda: self._restarts.newcomers) if self._restarts.newcomers else None
 
     def _send(self, version: int, engines: Callable[[], list[int]]) -> Pushed | None:

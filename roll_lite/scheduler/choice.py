@@ -20,13 +20,12 @@ class EngineLoad:
     tokens: float = 0.0
     """Expected response tokens plus uncached prompt tokens of requests in flight."""
     done: float = 0.0
-    """Part of `tokens` already finished, by progress reports; negative if responses outgrow the estimate."""
+    """Finished part of `tokens`; negative if responses outgrow the estimate."""
     requests: int = 0
     generating: int = 0
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
     dead: str | None = None
-    """Cause of the engine's loss; None while it lives."""
     serves: bool = True
     number: int = 0
 

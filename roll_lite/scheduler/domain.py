@@ -19,9 +19,9 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Number of consecutive lost groups (all samples failed) with which the run fails; 3 times the prompts per batch if that is more."""
+"""Number of consecutive lost groups (all samples failed) with which the run fails, unless 3 times the prompts per batch is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""Second limit: the run fails if the fraction MOST_LOST of the latest groups is lost, of LONGER times as many groups as the first limit."""
+"""Second limit: the run fails if the fraction MOST_LOST of LONGER times as many groups is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -134,7 +134,7 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PutBack] = deque()
         self._taken_up: dict[int, int] = {}
-        """For prompts in flight at the checkpoint from which the run resumed: number of the new group, by that of the old."""
+        """For prompts in flight at the resumed checkpoint: number of the new group, by that of the old."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
@@ -143,7 +143,7 @@ class DomainScheduler:
         """Filtered groups that are not replaced, so that the next batch may be smaller."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of a running group that the batch waits for, because it would be too old for the next batch."""
+        """Number of a running group that the batch waits for: it would be too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -281,8 +281,8 @@ class DomainScheduler:
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
         """Return the batch's `count` groups in order of admission; None if not ready.
 
-        The batch waits for a running group admitted before `oldest_next`, which would be too old for the next batch: dropping slow groups
-        would favour short responses.
+        The batch waits for a running group admitted before `oldest_next`, which the next batch could not take: dropping slow groups would
+        favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -365,8 +365,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, oldest: int) -> None:
-        """Restore the state. Prompts of undelivered groups start again. Their `saved` samples continue, unless the group was admitted
-        before `oldest` batches were requested."""
+        """Restore the state. Prompts of undelivered groups start again; their `saved` samples continue, unless admitted before `oldest`
+        batches were requested."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:

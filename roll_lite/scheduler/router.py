@@ -355,7 +355,6 @@ class Wave:
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
         """Engine name and future awaited by `starts_again`, by id of answered request."""
         self._lost: set[str] = set()
-        """Engines lost during the wave."""
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
         """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""

@@ -39,7 +39,6 @@ class SavedSample:
         return SavedSample(sample.id.attempt, sample.transcript, sample.outcome, sample.score, sample.failure, sample.timed_out)
 
     def sample(self, sample_id: SampleId, prompt: Prompt) -> Sample:
-        """Convert to a sample; the state must be complete."""
         assert self.outcome is not None
         return Sample(sample_id, prompt, self.transcript, self.outcome, self.score, self.failure, self.timed_out)
 

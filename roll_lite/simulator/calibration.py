@@ -79,7 +79,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Raise ValueError if the run generated more samples than its batches hold: lengths of the surplus are not recorded."""
+    """Raise ValueError for runs with filtered groups or oversampling: lengths of the surplus samples are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:

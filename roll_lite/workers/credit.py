@@ -63,7 +63,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute Credit from the columns of credit_columns. Must be called on all head ranks (one per data parallel rank) together."""
+    """Compute Credit from the columns of credit_columns. All head ranks (one per data parallel rank) must call it."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -73,8 +73,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that merges rows' moments to (mean, 1 / standard deviation) over all ranks' training tokens; rows with non-finite
-    values are left out."""
+    """Return a function that merges rows' moments to (mean, 1 / standard deviation) over all ranks' training tokens; skips non-finite
+    rows."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])

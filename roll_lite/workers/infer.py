@@ -174,8 +174,7 @@ class InferWorker(AsyncWorker):
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Await the engine's work. Raise MemberLost if the engine is dead.
 
-        A living engine that raises is given up as well. With the run's first weights, its error is raised instead: all engines would raise
-        it.
+        A living engine that raises is given up as well, except with the run's first weights: all engines would raise.
         """
         try:
             return await work

@@ -66,7 +66,6 @@ class JudgeServer:
 
     @property
     def address(self) -> JudgeAddress:
-        """Address of the server, known before it is up."""
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def start(self) -> None:

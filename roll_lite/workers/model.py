@@ -173,7 +173,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Divide `items`, equal on all ranks of a node, among these ranks; return this rank's share. All ranks of the role must call it."""
+        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call it, with equal `items` on a node."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]

@@ -76,9 +76,8 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Paths of models whose token embeddings are trained, by setting; a note warns of prompt tokens whose embedding is zero."""
+    """Paths of models whose token embeddings are trained, by setting; a note warns of prompt tokens with zero embeddings."""
     columns: tuple[str, ...] = ()
-    """Extra token columns from engines, as in EngineSpec."""
     nodes: tuple[str, ...] = ()
     """Node ids for reward and environment workers; empty: any."""
 
@@ -99,7 +98,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds for rare garbage collection: with the defaults, scanning the objects of 8,192 samples takes three quarters of the time."""
+"""Thresholds for rare garbage collection: the defaults would spend three quarters of the time on scanning the objects of 8,192 samples."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block (about 850 KB). A reader of one row fetches the whole block; but each reference to a block costs 100 to 200
+"""Tokens of a full block, about 850 KB. A reader of one row fetches the whole block, but each reference to a block costs 100 to 200
 microseconds to send."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
