@@ -35,7 +35,7 @@ FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 STALE_FLOOR = 0.05
 """FLOOR for samples that older weights generated."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiple of the usual log-prob difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
+"""Multiples of the usual difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
@@ -91,7 +91,7 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean log-prob differences of earlier steps by Age, which is written as text because checkpoints are JSON."""
+        """Mean log-prob differences of earlier steps, by Age as text."""
 
     def accept(self, version: int) -> None:
         self._accepted = version

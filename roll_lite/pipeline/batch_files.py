@@ -39,7 +39,6 @@ WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 
 class BatchFiles:
     def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
-        """Take `apart`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._folder = run_folder
         self._apart = apart

@@ -122,7 +122,7 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it. `within_s`: timeout for their answers."""
+        """Complete the checkpoint in progress if all ranks have written it."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -254,7 +254,6 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest complete checkpoint; 0: the start weights."""
         return 0 if self._newest is None else steps_of(self._newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:

@@ -143,7 +143,6 @@ def _numbered(run_folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoint: Path) -> int:
-    """Return the step in the checkpoint's name; 0 if it has none."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
 

@@ -17,8 +17,6 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """Forward passes, one per model, over finished groups of an incomplete batch."""
-
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
 

@@ -77,7 +77,6 @@ class EngineRestarts:
         """Engines that failed too often, and the times to try them again."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
-        """Engines that are leaving, and the calls that pass their requests to other engines."""
         self._lost_at: dict[int, float] = {}
         self._restarted: dict[int, list[float]] = {}
 

@@ -20,7 +20,6 @@ class JoiningEngines:
     drivers: nodes.View
     """Files of the driver's node that must be equal on all nodes."""
     other_nodes: list[str]
-    """Ids of the run's nodes except the driver's."""
 
     def check(self, engine: int) -> ray.ObjectRef:
         """Start a task that fails if the engine's node has other files or versions than the driver's."""

@@ -51,7 +51,7 @@ FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
-"""File with node and process id of every process of the run."""
+"""File with node and process id of each process."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
@@ -140,7 +140,6 @@ class Journal:
                 self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def processes(self) -> None:
-        """Write PROCESSES_FILE if processes have changed since the last call."""
         try:
             members = member_places()
         except RayError:  # a missing table must not fail the step
@@ -179,7 +178,6 @@ class Journal:
             )
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
-        """Report that a replacement serves, `seconds` after the loss, with weights of `version`."""
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"

@@ -1,8 +1,7 @@
 """Recover after the loss of a training rank or of the rollout service.
 
-Training roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches that the driver has kept. The service
-restarts in its state after the last step; kept batches are lost with it. So if an update was in progress, the run repeats all steps since
-the checkpoint.
+Training roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches kept by the driver. The service restarts
+in its state after the last step, without kept batches: if an update was in progress, the run repeats all steps since the checkpoint.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Recovery:
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
-        """Driver state after the last step, or at the start before the first."""
+        """Driver state after the last complete step."""
         self.source_state: dict[str, Any] = {}
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True

@@ -70,7 +70,7 @@ class BatchSource(ABC):
         """Restore the state, and continue the samples in `unfinished` (a checkpoint's file)."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return the checkpoint file of samples that were unfinished in `state`; b"" if none. `within_s`: timeout."""
+        """Return the checkpoint file of samples unfinished in `state`; b"" if none. `within_s`: timeout."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -198,7 +198,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Send weights to started replacements, and let them serve. `version`: the trainer's weight version."""
+        """Report lost engines. Send weights to started replacements, and let them serve."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -272,7 +272,7 @@ class Validations:
         """Step of the running or else the last validation."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation, to be reported under `step`, then call `wait`. `version`: the trainer's weight version."""
+        """Start a validation, to be reported under `step`, then call `wait`."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}

@@ -1,8 +1,4 @@
-"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes.
-
-Replacement of a lost engine: `EngineRestarts.tend` starts it, `take` makes it a newcomer, `push` or `send_to_newcomers` sends weights,
-`hand_over` lets it serve.
-"""
+"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes."""
 
 from __future__ import annotations
 
@@ -50,8 +46,7 @@ class WeightSync:
         expert_parallel: int = 1,
         drops_weights: bool = False,
     ) -> None:
-        """Take settings of the engines: `dtype`, `expert_parallel`, `drops_weights` (dropped between updates, so every `push` sends
-        weights)."""
+        """Take `drops_weights`: True if engines drop weights between updates, so that every `push` sends them."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas

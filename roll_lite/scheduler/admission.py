@@ -26,7 +26,6 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """Take the run's length in `batches`; None: unlimited."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.asked = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0

@@ -31,7 +31,6 @@ class EngineLoad:
 
     @property
     def left(self) -> float:
-        """Expected tokens that the engine must still prefill or generate."""
         return self.tokens - self.done
 
 

@@ -19,7 +19,7 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Number of consecutive lost groups (all samples failed) with which the run fails, unless 3 times the prompts per batch is more."""
+"""Number of consecutive lost groups (all samples failed) with which the run fails; 3 times the prompts per batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
 """Second limit: the run fails if the fraction MOST_LOST of LONGER times as many groups is lost."""
 

@@ -97,8 +97,6 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """One request, followed across all engines that work on it."""
-
     __slots__ = (
         "_choice",
         "_clock",

@@ -62,8 +62,8 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually one.
 
-    Its paths become training sequences (rows). A response extends the row of the response before, or starts a new row if that row already
-    continues. So each response trains in exactly one row.
+    Its paths become training sequences (rows). A response extends the row of its predecessor, or starts a new row if that row already
+    continues; so it trains in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -77,7 +77,6 @@ class Conversation:
         self._wants_ids = wants_ids
         self._rows: list[_Row] = []
         self._turns: dict[int, tuple[_Row, Turn]] = {}
-        """Responses by number, in the order in which they ended."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -156,7 +155,6 @@ class EpisodeFailed(Exception):
     """Failure of an environment."""
 
     def __init__(self, cause: str, counts: bool = True) -> None:
-        """Count the attempt against the retries unless `counts` is False."""
         super().__init__(cause)
         self.cause = cause
         self.counts = counts

@@ -58,7 +58,6 @@ class RolloutService:
         self._next_group = 0
         self._totals = RunTotals(self._domains)
         self._ended_before = dict.fromkeys(self._domains, 0)
-        """Prompts that ended before the run was resumed, by domain."""
         self._recorder = Recorder(self._domains, self._time())
         self._retries = retries
         self._seeds = no_seeds if seed is None else seeds_from(seed)
@@ -295,7 +294,6 @@ class RolloutService:
         return found
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
-        """Restore a state. `saved`: samples that continue."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})

@@ -102,5 +102,4 @@ LEAST_SHARE = 4
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Return the minimum finished groups for a log-prob pass on an incomplete batch."""
     return -(-prompts_per_step // LEAST_SHARE)

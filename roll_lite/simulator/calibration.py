@@ -35,7 +35,6 @@ class MeasuredRun:
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     offloads: bool = False
     streams: bool = False
-    """True if some log-probs are computed during generation (`rollout.stream_log_probs`)."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:

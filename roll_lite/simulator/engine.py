@@ -357,5 +357,4 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Strip the suffixes for turn and continuation from a request id."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

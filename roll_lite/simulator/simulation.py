@@ -24,7 +24,7 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Poll interval for finished groups whose log-probs can be computed early."""
+"""Poll interval of `pass_early` in seconds."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
 """Thresholds that make garbage collection rare: it scans hundreds of thousands of samples."""
 

@@ -45,7 +45,6 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """Take `fetch`, which reads a token block by its reference. `linger_s`: see `collect`."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -58,7 +57,6 @@ class CompletionPump:
         self._wanted: set[str] = set()
         self._entering: set[str] = set()
         self._generated: dict[str, int] = {}
-        """Response tokens so far of requests with progress since the last `collect`."""
         self._changed = asyncio.Event()
         self._running: set[asyncio.Future[Completion]] = set()
 

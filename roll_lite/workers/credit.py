@@ -127,7 +127,6 @@ class _Task:
         gather: Gather,
         whitening: Whitening | None,
     ) -> None:
-        """Take a `scale` for rewards of turns; other rewards are already shaped."""
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
         """[B] reward of each row's sample, without KL."""
@@ -175,7 +174,6 @@ class _Task:
         return torch.cat(parts), torch.arange(before, before + len(own))
 
     def turns(self) -> Turns:
-        """Return the responses of this rank's rows: runs of policy tokens."""
         rows, starts, ends, states, rewards = [], [], [], [], []
         for row, mask in enumerate(self.mask.numpy()):
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))

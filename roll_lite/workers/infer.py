@@ -190,7 +190,6 @@ class EngineSeat:
     """Member of the rollout service's Fleet: an engine or, after its loss, its replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
-        """Mark the engine as lost if `is_absent`: only a replacement will serve."""
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()

@@ -125,8 +125,6 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """Keeps one judge server running; ends the run if that fails."""
-
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()
         self._server = JudgeServer(self.role.removeprefix("judges."), config)

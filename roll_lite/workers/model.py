@@ -132,7 +132,6 @@ class ModelWorker(Worker):
         return self.strategy.take_moved()
 
     def trace(self, folder: Path | None) -> str:
-        """Start a profiler recording of this rank or, with a folder, write it. Return the failure; empty if none."""
         return RECORDER.trace(folder and folder / f"{self.role}-{self.rank}.json.gz")
 
     def take_work(self) -> RankWork:

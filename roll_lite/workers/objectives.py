@@ -242,7 +242,6 @@ def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
 
 
 def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return each token's loss weight, [B, T-1], 0 where masked."""
     return micro_batch.mask * micro_batch.columns["loss_weight"][:, None]
 
 

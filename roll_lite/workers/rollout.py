@@ -98,7 +98,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds for rare garbage collection: the defaults would spend three quarters of the time on scanning the objects of 8,192 samples."""
+"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return a checkpoint file with tokens and scores of the samples unfinished in `state`; b"" if none."""
+        """Return the checkpoint file of samples unfinished in `state`; b"" if none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
 

@@ -31,7 +31,6 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
     """Queue of samples, taken by free workers."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
-        """Take `window_s`: seconds that a free worker waits for a full batch. `path`: of the workers in YAML."""
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
         self._queue: deque[ScoringJob[Item, Result]] = deque()
         self._open: dict[asyncio.Future[Result], None] = {}
