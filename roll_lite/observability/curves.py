@@ -150,7 +150,6 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return (label, metric prefix, colour) of each curve; a single domain has no overall curve."""
     own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 

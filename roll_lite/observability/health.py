@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps that must show a sign for a report."""
+"""Consecutive steps that must show a sign before it is reported."""
 GROUPS = 12
 """Minimum sample groups, over the steps that show a sign, to report it for a single domain: in fewer groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5

@@ -95,7 +95,7 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training: each data parallel rank gets its part of every mini-batch, and once the rows that its parts need."""
+        """Divide a batch for training: each data parallel rank gets its part of every mini-batch, and only once each row in these parts."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)

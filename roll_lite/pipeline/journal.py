@@ -86,7 +86,7 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Messages already printed, by (place, text without numbers): how often, and the full text of the first."""
+        """Messages already printed, by (place, text without numbers): count, and full text of the first."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._current = 0
@@ -166,8 +166,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: by engine number, for all engines lost so far. `engines`: total number, lost ones
-        included."""
+        """Report newly lost engines. `causes`: for all engines lost so far, by number. `engines`: total, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1

@@ -65,7 +65,7 @@ class Collected:
     """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """Replace the numbers of blocks in references to tokens by the `blocks`."""
+        """Replace block numbers in references to tokens by the blocks themselves."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 

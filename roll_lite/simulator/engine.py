@@ -77,7 +77,6 @@ class _Run:
 
     asked: Asked
     prompt: int
-    """Prompt tokens, including the `context` of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0

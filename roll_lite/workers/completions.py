@@ -23,7 +23,7 @@ PART_PREFIX = TokenRecord.given((0,))
 
 
 TURN_LINGER_S = 0.005
-"""Maximum of `linger_s` while environments wait for responses: it delays each of their turns."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses: it delays each of their turns."""
 
 
 class _Ready(NamedTuple):

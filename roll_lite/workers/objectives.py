@@ -53,7 +53,6 @@ class ActorLoss:
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     mismatch: RowSums = field(init=False)
-    """Log-prob differences between engine and trainer, by sample."""
     peaks: Peaks = field(init=False)
     """Peaks: mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
