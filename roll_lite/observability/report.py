@@ -34,7 +34,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""`overall`, domain, or part of a domain (`math/level:5`) -> metrics."""
+"""Metrics by what they cover: `overall`, a domain, or a domain's samples with one value of its `report_by` column (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:

@@ -51,13 +51,13 @@ FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
-"""File with node and process id of every process of the run."""
+"""File with node and process id of each process."""
 SHOWN_EVERY = 10
 """Steps between samples that trackers show."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Matches numbers and words with digits, which do not distinguish failures."""
+"""Matches numbers and words with digits, which are ignored when messages are compared."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -88,13 +88,12 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Reports by (place, text without numbers): how often, and the first full text."""
+        """Messages already printed, by (place, text without numbers): count, and full text of the first."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
         self._shaped: DataProto | None = None
-        """Rows with rewards, until `_write_credit` writes them."""
 
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
@@ -155,7 +154,6 @@ class Journal:
                 self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def processes(self) -> None:
-        """Write PROCESSES_FILE if processes have changed since the last call."""
         try:
             members = member_places()
         except RayError:  # a missing table must not fail the step
@@ -182,7 +180,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: causes by engine, of all lost engines. `engines`: total number, lost ones included."""
+        """Report newly lost engines. `causes`: for all engines lost so far, by number. `engines`: total, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -193,7 +191,6 @@ class Journal:
             )
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
-        """Report that a replacement serves, `seconds` after the loss, with weights of `version`."""
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
@@ -236,8 +233,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: workers replaced, by part (reward, environment) and domain. `silences`: seconds without an answer,
-        per lost engine."""
+        """Record a batch. `replaced`: number of replaced workers, by kind (reward, environment) and domain. `silences`: for each lost
+        engine, seconds from its last answer to the loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -346,7 +343,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file, a line per row, unless already written. `advantages`: by sample number."""
+        """Write the step's credit file (rewards and advantages), a line per row, unless already written. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -365,7 +362,7 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record updates of all data parallel ranks, by role. Metric sums are equal on all ranks; peaks are merged."""
+        """Record a step's optimizer updates, by role and data parallel rank. Metric sums are equal on all ranks; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -547,7 +544,8 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return metrics by domain and part: means over samples; pass@k, best@k, maj@k over prompts with at least k samples."""
+    """Return validation metrics by domain and by value of its `report_by` column: means over samples; pass@k, best@k, maj@k over prompts
+    with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -24,7 +24,7 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
-"""Clock difference above which the times of ledger and logs mislead."""
+"""Clock difference in seconds from which a warning is shown: times in ledger and logs mislead."""
 LEAST_DISK_GIB = 1.0
 GIB = 1 << 30
 ANSWER_SECONDS = 60.0
@@ -38,7 +38,7 @@ class NodeFacts:
     unreachable: Mapping[str, str]
     """Reasons why nodes cannot be reached, by address."""
     clock_s: float = 0.0
-    """Seconds by which the clock is ahead of the driver's, less the measurement's uncertainty."""
+    """Seconds by which the node's clock is certainly ahead of the driver's; negative: behind."""
 
 
 class Scout:
@@ -52,7 +52,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect the facts. `others`: addresses and ports of the other nodes' scouts."""
+        """Collect this node's facts, and try to connect to the other nodes' scouts. `others`: their addresses and ports."""
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))

@@ -1,4 +1,4 @@
-"""Shortages of files, shared memory or memory on a machine: checked before a run, named with its failure."""
+"""Detect a lack of open files, shared memory or memory: before a run, and as likely cause of its failure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Shortages:
 
 
 def killed_for_memory() -> int:
-    """Return the number of processes that the kernel killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
             return int(found[1])

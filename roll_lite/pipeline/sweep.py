@@ -26,7 +26,7 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` with each choice's overrides until one is interrupted; return the first exit code that is not 0."""
+    """Run `command` once per choice, with its overrides, until a run is interrupted. Return the first exit code that is not 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))

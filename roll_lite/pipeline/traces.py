@@ -19,7 +19,6 @@ class Traces:
     journal: Journal
     steps: Collection[int] = ()
     apart: Collection[str] = ()
-    """Addresses of nodes that do not share the run folder."""
 
     def start(self, step: int) -> None:
         if step in self.steps:

@@ -76,9 +76,8 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Paths of models whose embeddings train, by setting; prompt tokens with zero embeddings cause a note."""
+    """Paths of models whose token embeddings are trained, by setting; a note warns of prompt tokens with zero embeddings."""
     columns: tuple[str, ...] = ()
-    """Extra token columns from engines, as in EngineSpec."""
     nodes: tuple[str, ...] = ()
     """Node ids for reward and environment workers; empty: any."""
 
@@ -91,7 +90,7 @@ class RolloutBatch:
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Workers replaced since the last batch, by part (reward, environment) and domain."""
+    """Number of workers replaced since the last batch, by kind (reward, environment) and domain."""
     silences: list[float] = field(default_factory=list)
     """Seconds from last answer to loss, for each engine lost since the last batch."""
     ledger: bytes = b""
@@ -99,12 +98,12 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds for rare garbage collection: with the defaults, scanning the objects of 8,192 samples takes three quarters of the time."""
+"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Reward, or one component (base reward or term), to test with a canned response."""
+    """Test of a reward, or of one component (base reward or term), with a canned response."""
 
     domain: str
     place: str
@@ -304,7 +303,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that the batch will surely contain, without `known`; empty if fewer than `least`."""
+        """Return rows and tokens of finished groups that the batch will surely contain, except groups `known`; empty if fewer than
+        `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -379,7 +379,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return a checkpoint file with tokens and scores of the samples unfinished in `state`; b"" if none."""
+        """Return the checkpoint file of samples unfinished in `state`; b"" if none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
 

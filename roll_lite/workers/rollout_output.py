@@ -30,7 +30,7 @@ from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return rows of accepted, scored samples, numbered from 0."""
+    """Return rows of accepted, scored samples, one per branch of the episode, numbered from 0."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -64,7 +64,10 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Return rows of a validation. `report_by`: by domain, data column whose values are reported separately (or None)."""
+    """Return validation results, one row per sample.
+
+    By domain: `temperatures`, and in `report_by` the data column by whose values metrics are also reported (or None).
+    """
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -140,7 +143,7 @@ def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_of
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Return a JSON line. Half a surrogate pair, which a program may print, is escaped: it is not UTF-8."""
+    """Return a JSON line. Lone surrogates, which a program may print, are escaped: UTF-8 cannot encode them."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
@@ -209,7 +212,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, for a thread; `stats` are copied at once."""
+        """Return a function that writes a dump, to be called in a thread. `stats` are copied now."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

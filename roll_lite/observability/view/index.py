@@ -16,7 +16,8 @@ BATCH_BYTES = 64 << 20
 """Size of the files indexed at once, newest first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""Columns to filter by. `kind`: `step` or `validation`; `reward` and `advantage` come from credit/."""
+"""Columns to sort by, or to filter by minimum and maximum. `reward` and `advantage` come from the run's credit/ files. WORDS: columns to
+filter by value; `kind`: `step` (training) or `validation`."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
@@ -113,7 +114,7 @@ class SampleIndex:
         self.changes += 1
 
     def _stamp(self, name: str) -> str:
-        """Return a text that changes with the sample file or its credits."""
+        """Return a text that changes whenever the sample file or its credit file changes."""
         states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
@@ -126,7 +127,7 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Group matching samples by a column: number, mean score, share of correct ones."""
+        """Count matching samples by value of a column, with mean score and share of correct ones."""
         if by not in WORDS + NUMBERS:
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}")
         where, values = conditions(given)
