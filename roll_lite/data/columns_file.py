@@ -1,4 +1,4 @@
-"""Write a batch to a zstd Parquet file, one row per sample."""
+"""Write batches to zstd-compressed Parquet files."""
 
 from __future__ import annotations
 

@@ -114,12 +114,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Make contiguous, so that pickling a slice does not pickle the whole tensor."""
+    """Return a contiguous array, so that pickling a slice does not pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Read-only memory presented as writable: torch warns about read-only arrays."""
+    """Presents read-only memory as writable, since torch warns about read-only arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
