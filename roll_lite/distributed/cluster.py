@@ -1,8 +1,8 @@
-"""Ray actors of one role, called by passing the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
+"""Cluster of one role's Ray actors. A call passes the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-`all`: every rank; `one`: rank 0; `each`: living ranks of a cluster with independent ranks (engines). `start_scatter`: shard i to all ranks
-of data-parallel rank i; `heads_scatter`: only to the first. `start_` variants do not wait.
-"""
+`all` calls every rank; `one`, rank 0; `each`, the living ranks of a cluster whose ranks are independent (engines). `start_scatter` sends
+shard i to all ranks of data-parallel rank i; `heads_scatter`, only to its head rank, which returns outputs. `start_` variants do not
+wait."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
     first: int | None = None
-    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until then."""
+    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until they start."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -70,7 +70,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Ray actor class, and Ray options for liveness calls (None: unwatched)."""
+    """Return the Ray actor class, and Ray options for liveness calls (None: the worker is not watched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -216,7 +216,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Call ranks with their `args`; `collect` combines the results."""
+        """Call each rank in `args` with its arguments; `collect` combines the results."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 

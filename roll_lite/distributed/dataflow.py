@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Batch part of one data-parallel rank, with references instead of tokens."""
+    """One data-parallel rank's part of a batch. Per-token columns are references into Ray's object store."""
 
     rows: DataProto
     keys: tuple[str, ...]

@@ -282,7 +282,7 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """GPU of each bundle. Ray tells it only to tasks inside the bundle."""
+    """Return the GPU of each bundle, which Ray tells only to tasks inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

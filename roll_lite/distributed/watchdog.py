@@ -48,7 +48,7 @@ class Preempted(BaseException):
 
 
 class Watchdog:
-    """Time limits and Ray processes of the driver."""
+    """Watch over the driver's time limits and Ray's processes."""
 
     def __init__(self) -> None:
         self._limits: list[Limit] = []
