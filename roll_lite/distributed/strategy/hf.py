@@ -1,4 +1,4 @@
-"""Reward model run by Hugging Face transformers, whole on each rank."""
+"""Reward model run by Hugging Face transformers, unsharded on each rank."""
 
 from __future__ import annotations
 

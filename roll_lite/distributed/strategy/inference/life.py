@@ -44,7 +44,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. If it was the first bucket, the old weights are intact."""
+    """Bucket transfer failed. The old weights are intact unless a bucket was loaded."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -69,7 +69,6 @@ ALLOWED: Mapping[EngineEvent, Set[EngineState]] = {
     _E.LOAD: _ALIVE,
     _E.DIE: frozenset(EngineState),
 }
-"""Event -> allowed states."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -84,7 +83,7 @@ class EngineLife:
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
         self.failure: str | None = NOT_STARTED
-        """Why the engine cannot serve; None if it can."""
+        """Reason why the engine cannot serve; None if it can."""
         self.paused = False
         """True from `pause` until `resume`; see also `halted`."""
         self.away: set[EngineMemory] = set()
@@ -92,7 +91,7 @@ class EngineLife:
         """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if generation is paused in the engine process; None: unknown (a call is running or was cancelled)."""
+        """True if the engine process has paused generation; None: unknown (a call is running or was cancelled)."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()
@@ -195,7 +194,6 @@ class EngineLife:
             self._enter_whole()
 
     def _enter_whole(self) -> None:
-        """Derive the state from pause and offloads."""
         if self.away:
             self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         else:

@@ -18,7 +18,7 @@ class EnginePart(Protocol):
     def name(self) -> str: ...
 
     def check_version(self) -> object:
-        """RuntimeError if the engine is missing or its version is unsupported."""
+        """Raise RuntimeError if the engine is missing or its version is unsupported."""
 
     async def start(self) -> list[int]:
         """Start the processes and return their pids."""
@@ -39,7 +39,7 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Processes are monitored, so a crash is noticed."""
+        """Finish the start, once processes are monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
         """Wait for the engine's step loop, which answers between steps, even while paused."""

@@ -288,7 +288,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call without engine steps; suspends the check for a stuck engine."""
+        """Wait for a call during which the engine takes no steps; suspends the check for a stuck engine."""
         with self._steps.suspended():
             return await self._answer(call)
 

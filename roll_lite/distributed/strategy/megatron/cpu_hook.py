@@ -1,7 +1,6 @@
-"""Make Megatron-Core run without CUDA.
+"""Make Megatron-Core run without CUDA. `install()` adds an import hook that rewrites modules.
 
-`install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; the import fails if upstream has changed.
-"""
+EXPECTED: module -> number of rewrites; the import fails if upstream has changed."""
 
 from __future__ import annotations
 
