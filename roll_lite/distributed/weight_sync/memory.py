@@ -44,12 +44,12 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that segments can be reused. Untouched pages take no memory."""
+    """Round up to a power of two, so that more buckets fit into a reused segment. Untouched pages take no memory."""
     return 1 << (nbytes - 1).bit_length()
 
 
 class BucketSegment(Watched):
-    """Send buffer in private host memory."""
+    """Send buffer for a bucket, in private host memory."""
 
     handle = ""
     exports: Sequence[Export] = ()
@@ -113,7 +113,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement torch's reader counter in place of a reader that never will."""
+    """Decrement torch's reader counter in place of a reader that never does."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -132,7 +132,7 @@ _COUNTER = slice(11, 13)
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Open a segment by (handle, reader index). OSError if out of reach."""
+"""Opens a segment by (handle, reader index). OSError if out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

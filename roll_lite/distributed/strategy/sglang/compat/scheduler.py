@@ -47,7 +47,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run. Worker 0 writes the return values to the file `answer`."""
+    """Decorate a method that all workers run; worker 0 writes all return values to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -137,7 +137,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests and report all their tokens; of re-queued requests, SGLang would report only streamed ones."""
+        """Abort requests and report all their tokens. For re-queued requests, SGLang would report only streamed tokens."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)

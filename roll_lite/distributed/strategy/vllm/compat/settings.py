@@ -1,5 +1,3 @@
-"""Start-up settings of vLLM."""
-
 from __future__ import annotations
 
 import os
@@ -78,7 +76,7 @@ WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExte
 
 
 FP8 = "fp8_per_channel"
-"""vLLM 0.32 reserves `fp8` for checkpoints already in fp8."""
+"""Quantization of 16-bit checkpoints; vLLM 0.32 reserves `fp8` for checkpoints already in fp8."""
 
 
 def check_version() -> str:
@@ -113,8 +111,8 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    """Maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random generator, which
-    kills the engine there."""
+    """Return the maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random
+    generator, which kills the engine."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 
@@ -165,7 +163,6 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments that connect an engine's nodes."""
     if node is None:
         return {}
     host, port = node.meeting
