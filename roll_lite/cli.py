@@ -43,7 +43,6 @@ from roll_lite.rewards.registry import address_notes, check_rewards
 
 PROJECTS = ("roll", "verl", "openrlhf")
 WRONG_CONFIGURATION = 2
-"""Exit code; argparse uses the same."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74

@@ -81,7 +81,6 @@ def reinforce(
 
 
 def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Give policy tokens [B, T-1] their row's advantage [B]."""
     assert advantages.shape == mask.shape[:1], f"a row tensor {list(advantages.shape)} beside a mask {list(mask.shape)}"
     spread = kernels.empty(mask.shape, dtype)
     return torch.where(mask, advantages.detach().to(spread.dtype)[:, None], torch.zeros((), dtype=spread.dtype), out=spread)

@@ -210,7 +210,6 @@ def _host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over_rows(kernel: Any, shape: torch.Size, *arguments: Any) -> None:
-    """Call kernel(first row, stop row, *arguments) for all rows, in threads."""
     rows, columns = shape
     threads = min(torch.get_num_threads(), rows, rows * columns // ENTRIES_PER_THREAD)
     if threads <= 1:

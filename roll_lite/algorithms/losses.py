@@ -213,7 +213,6 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""Policy losses by name; further settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- mismatch between engine and trainer

@@ -100,7 +100,6 @@ class RatioHistogram:
 
 
 def nearest_rank(percent: int, count: int) -> int:
-    """Return the rank, from 1, of a percentile among `count` numbers."""
     return max(1, -(-percent * count // 100))
 
 

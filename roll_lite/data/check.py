@@ -204,7 +204,6 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Placeholder for table values that are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:

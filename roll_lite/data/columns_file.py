@@ -1,5 +1,3 @@
-"""Write batches to zstd-compressed Parquet files."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -206,7 +206,6 @@ def _text(text: str | None) -> str | None:
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Yield row groups of about ROW_GROUP_TOKENS tokens; at least one, possibly empty."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:

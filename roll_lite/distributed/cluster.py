@@ -201,7 +201,6 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, lambda values: [values[rank] for rank in heads])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new, uninitialized processes on the same devices."""
         self.group.rebuild()
 
     def shutdown(self) -> None:
@@ -216,7 +215,6 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Call each rank in `args` with its arguments; `collect` combines the results."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 

@@ -33,9 +33,7 @@ class Member(Protocol):
         """Wait until the member dies; return the cause. Called after every start."""
         ...
 
-    def kill(self) -> None:
-        """Kill all remaining processes."""
-        ...
+    def kill(self) -> None: ...
 
 
 class SlowStart(MemberLost):

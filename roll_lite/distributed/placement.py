@@ -130,7 +130,6 @@ def anywhere(workers: int) -> list[Slot]:
 
 
 def beside_driver() -> Slot:
-    """Slot on the driver's node."""
     return Slot(NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
@@ -166,7 +165,6 @@ class Node:
 
 
 def _nodes(kind: str) -> list[Node]:
-    """Nodes with devices: the driver's first, the others by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"].get(kind, 0.0)) for one in ray.nodes() if one["Alive"]]
     return sorted((node for node in alive if node.devices > 0), key=lambda node: (node.id != here, node.address, node.id))
@@ -182,7 +180,6 @@ class _Wanted:
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on any nodes. Returns (placement group, node ids in order)."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
@@ -277,7 +274,6 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key: GPU number, or UUID if `CUDA_VISIBLE_DEVICES` lists UUIDs."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 

@@ -20,7 +20,6 @@ PULSE_SECONDS = 5.0
 """Pause between a heartbeat's answer and the next question."""
 LISTEN_SECONDS = 1.0
 KILL_SECONDS = 30.0
-"""Seconds to wait for killed processes to end."""
 
 
 class Pulse:
@@ -76,7 +75,6 @@ class RankGroup:
         self.live_alone = live_alone
         """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
-        """Ranks to be restarted when lost."""
         self.first = len(self.actors) if first is None else first
         """Number of ranks that start with the group; others count as lost until then."""
         self._make = make
@@ -134,7 +132,6 @@ class RankGroup:
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
     def regain(self, rank: int, place: Place) -> None:
-        """Mark a replaced rank as living, at `place`."""
         assert self._watch_options is not None
         self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
         self.pulses[rank].place = place
@@ -181,7 +178,6 @@ class LivenessWatch:
         self._listened = self._ran = 0.0
 
     def forget_all(self) -> None:
-        """Drop all groups when the Ray session ends."""
         for group in self.groups:
             group.end = "the Ray session has ended"
         self.groups.clear()

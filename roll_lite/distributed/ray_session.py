@@ -65,7 +65,6 @@ LOCAL_SETTINGS = {
 class RaySession:
     address: str
     started: bool
-    """True if this process started the cluster."""
     log_folder: Path | None
     """Folder for the workers' output; None: Ray's own."""
     other_nodes: list[str] = field(default_factory=list)
@@ -271,7 +270,6 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, inside the block."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:

@@ -48,8 +48,6 @@ class Preempted(BaseException):
 
 
 class Watchdog:
-    """Watch over the driver's time limits and Ray's processes."""
-
     def __init__(self) -> None:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}

@@ -172,7 +172,6 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers' defaults for missing RoPE settings."""
     filled = {name: value for name, value in fields.items() if value is not None and name != "type"}
     return {
         **filled,

@@ -252,7 +252,6 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
-    """Read vocabulary and added tokens from tokenizer.json; None without this file."""
     file = folder / "tokenizer.json"
     if kind_of(file) is None:
         return None

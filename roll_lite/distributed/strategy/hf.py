@@ -56,7 +56,6 @@ class HfRewardStrategy(ForwardStrategy):
         return DataProto({"final_value": plan.collect_rows(scores)})
 
     def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Score right-padded token ids [B, T]; returns [B]."""
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}

@@ -71,7 +71,6 @@ class Route:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain types, for the engine's RPC."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 

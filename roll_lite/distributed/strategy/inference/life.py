@@ -76,7 +76,6 @@ _MEANWHILE = {
     _E.OFFLOAD: "finish it before anything is offloaded",
     _E.READ_WEIGHTS: "the engine holds parts of two sets of weights",
 }
-"""Error text for events forbidden during a weight update."""
 
 
 class EngineLife:
@@ -126,7 +125,6 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """Return the announced update. RuntimeError if there is none."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
@@ -183,7 +181,6 @@ class EngineLife:
         self._follow()
 
     def die(self, why: str) -> None:
-        """Enter the state DEAD; keep the first cause."""
         if self.state is not EngineState.DEAD:
             self.state, self.failure = EngineState.DEAD, why
             self._died.set()

@@ -20,9 +20,7 @@ class EnginePart(Protocol):
     def check_version(self) -> object:
         """Raise RuntimeError if the engine is missing or its version is unsupported."""
 
-    async def start(self) -> list[int]:
-        """Start the processes and return their pids."""
-        ...
+    async def start(self) -> list[int]: ...
 
     async def stop(self, processes: EngineProcesses) -> None:
         """Stop the processes and clean up, even after a partial start."""

@@ -62,7 +62,6 @@ class StepWatch(Heartbeat):
             self._suspended -= 1
 
     async def until_stuck(self) -> str:
-        """Wait until the engine is stuck; return the reason."""
         limit_s = await self.until_silent()
         longest = f"the longest before took {self._longest_s:.1f} s" if self._has_responded else "no response has ended yet"
         return f"no step has ended for {limit_s:g} s, {longest} (limits.engine_step)"

@@ -192,7 +192,6 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Select the weights to store: all, or only trained adapters."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
@@ -266,7 +265,6 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Find the step count in a stored optimizer state; 0 if none."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 

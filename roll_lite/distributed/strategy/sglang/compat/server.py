@@ -258,7 +258,6 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the KV cache, retrying while a request runs."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:

