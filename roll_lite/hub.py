@@ -1,7 +1,7 @@
 """Hugging Face hub names in place of model folders and data files.
 
 While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
-a path in this node's cache. Other nodes find the files in their own caches (`HubPath`)."""
+a path in this node's cache. Other nodes find it in theirs (`HubPath`)."""
 
 from __future__ import annotations
 

@@ -121,7 +121,6 @@ class _Groups:
 
 
 def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """Sum x [N] over each row's group -> [N]. `member`: group numbers."""
     groups = int(member.max()) + 1 if len(member) else 0
     return x.new_zeros(groups).index_add(0, member, x)[member]
 
@@ -171,8 +170,8 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return reward minus group mean, multiplied by (number of samples / number of samples in groups with unequal rewards): groups of equal
-    rewards then do not dilute the gradient.
+    """Return reward minus group mean, times (samples / samples in groups with unequal rewards), so that groups of equal rewards do not
+    dilute the gradient.
 
     before_kl [N]: rewards to compare for equality, since KL makes nearly all rewards differ. trains [N]: samples to count."""
     of = _Groups.of(rewards, groups)

@@ -19,7 +19,6 @@ PARTS_PER_THREAD = 4
 
 
 def compiled(function: Callable[..., None]) -> Any:
-    """Compile at the first call, with a disk cache if possible."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no writable folder: compile in every process
@@ -132,8 +131,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments. `total` and `squares` are sums over differences from one entry (`origin`), which keeps them precise under a
-    large common offset."""
+    """Store a row's moments. Sums are of differences from one entry (`origin`), to stay precise under a large common offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

@@ -1,4 +1,4 @@
-"""Map samples to training rows: a sample has several rows if its agent's conversation branched. Batches without such samples lack the
+"""Map samples to training rows. Samples have several rows if their agent's conversation branched; batches without such samples lack the
 column `branch`."""
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: each row, and the rewards of all responses of
-    its sample."""
+    """Return token rewards: each response's reward at its last token, else 0. `rows`: (row, rewards of all responses of its sample)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])

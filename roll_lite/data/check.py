@@ -93,7 +93,6 @@ class _Column:
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """List the columns that a split uses: weight and difficulty only in training, report_by only in validation."""
     data, template = domain.data, domain.template
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]

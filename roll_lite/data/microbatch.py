@@ -147,7 +147,7 @@ class MicroBatchPlan:
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the micro-batches' outputs [B, T-1, ...] into a column in host memory, in batch order."""
+        """Join the micro-batches' outputs [B, T-1, ...] into a host-memory column in batch order."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -156,7 +156,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the micro-batches' packed outputs [tokens, ...] into a column in batch order. Padding at the end is dropped."""
+        """Join the micro-batches' packed outputs [tokens, ...] into a column in batch order, without the padding at the end."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)

@@ -43,7 +43,6 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Column names -> their number, which pickled rows store instead."""
 
     def add(
         self,

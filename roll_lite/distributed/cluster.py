@@ -160,7 +160,6 @@ class Cluster(Generic[W_co]):
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i to the head rank of data-parallel rank i. Returns results in shard order."""
         self._check_shards(method, shards)
         calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
         return self._start(method, calls, kwargs, list).result()
@@ -192,7 +191,6 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
-        """Send shard i to all ranks of data-parallel rank i. Returns the head ranks' results."""
         self._check_shards(method, shards)
         # Several ranks share one copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)
@@ -227,7 +225,6 @@ class Cluster(Generic[W_co]):
         return Pending(self.group, method.__name__, calls, lambda values: {call.rank: call.value for call in calls if not call.lost})
 
     def _introduce(self) -> None:
-        """Wait for all constructors, and tell every rank the address of rank 0."""
         if self.group.started:
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit

@@ -116,7 +116,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Return the last exception in the rank's log. Lines that refer to a "root cause above" do not count."""
+    """Return the last exception in the rank's log, skipping lines that refer to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -30,7 +30,6 @@ BLAME_SECONDS = 2.0
 STACK_SECONDS = 3.0
 MOST_STACKS = 8
 DUMP_SECONDS = 0.5
-"""Time for a process to write its stacks to its log."""
 
 
 class Call:
@@ -105,13 +104,11 @@ class Pending(Generic[T]):
 
 
 def gather(*pendings: Pending[T], timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> list[T]:
-    """Wait for several clusters' results; raise the first failure."""
     _wait(pendings, timeout_s, poll=poll)
     return [pending.result() for pending in pendings]
 
 
 def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Wait until at least one is done; return all that are done."""
     _wait(pendings, None, enough=any)
     return [pending for pending in pendings if pending.done]
 

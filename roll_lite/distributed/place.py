@@ -75,7 +75,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""Consecutive polls that must find a process stopped, and their interval in seconds: a slow process is seen running at some poll."""
+"""Consecutive polls that must find a process stopped, and their interval in seconds: a slow process runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 """Role by class name of the workers that the rollout service starts."""
 
@@ -129,8 +129,7 @@ class ActorMember(ABC):
         return f"{self.name}: {await first_of(silent, self._until_stopped())}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process is stopped (SIGSTOP); only noticed on this node. Also covers busy members, which are not polled for
-        answers."""
+        """Wait until the process, if on this node, is stopped (SIGSTOP). Needed for busy members, which are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -1,8 +1,7 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
 Devices are numbered across nodes; roles that list the same number share the device. One placement group holds all devices.
-`placement.nodes` fixes each device's node; otherwise Ray chooses as few nodes as possible.
-"""
+`placement.nodes` fixes each device's node; else Ray chooses as few nodes as possible."""
 
 from __future__ import annotations
 
@@ -81,7 +80,6 @@ class Placement:
         return [slot for own in slots for slot in own]
 
     def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
-        """Slots of each worker, one per node that it spans."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -186,7 +184,6 @@ def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on configured nodes; choose Ray nodes again if another job takes them."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -216,8 +213,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign each node number a Ray node with enough free devices; None if impossible. Takes the first node that leaves enough for later
-    numbers. `room`: free devices by Ray node. `wanted`: devices by node number."""
+    """Assign each node number a Ray node with enough free devices: the first that leaves enough for later numbers. None if impossible.
+    `room`: free devices by Ray node. `wanted`: devices by node number."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

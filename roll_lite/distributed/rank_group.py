@@ -76,7 +76,6 @@ class RankGroup:
         """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
         self.first = len(self.actors) if first is None else first
-        """Number of ranks that start with the group; others count as lost until then."""
         self._make = make
         self._lost = dict.fromkeys(range(self.first, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
@@ -152,7 +151,7 @@ class RankGroup:
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new processes on the same devices, once the old processes are gone."""
+        """Replace all ranks by new processes on the same devices."""
         assert self._make is not None and not self.live_alone
         self.kill("it starts anew")
         if self.deaths:

@@ -290,9 +290,8 @@ def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> It
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark (an id in its processes' environment) while a guard process watches the driver. On a
-    cluster that this process did not start, no process has the mark: the guard then only records a killed driver's death in the run's
-    folder."""
+    """Yield a session's private folder and mark (an id in its processes' environment) while a guard process watches the driver. On a
+    cluster started elsewhere, no process has the mark: the guard then only records a killed driver's death in the run's folder."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

@@ -1,7 +1,7 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Not all children of Ray's processes die with the driver. When the driver ends, the guard kills every process that has the session's mark (an
-id) in its environment or open files of the session. Two guards run, in case one is killed with the driver. Every Ray worker imports this
+Not all children of Ray's processes die with the driver: the guard then kills every process with the session's mark (an id) in its
+environment, or with open files of the session. There are two guards, in case one is killed with the driver. Every Ray worker imports this
 file, so it uses only the standard library."""
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
 
 
 def remove_session(folder: Path) -> None:
-    """Remove the session's folder, and folders and semaphores of killed engines in it."""
     for inside in folder.glob("*/"):
         remove_folder(inside)
     shutil.rmtree(folder, ignore_errors=True)

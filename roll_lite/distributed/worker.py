@@ -130,7 +130,6 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """Create the store of the process group. `listener`: rank 0's socket; None on other ranks."""
     # torch takes seconds to import, and workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

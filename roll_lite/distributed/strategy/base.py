@@ -335,7 +335,6 @@ class InferenceStrategy(ABC):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Start-up messages about overridden user settings."""
         return ()
 
     @abstractmethod

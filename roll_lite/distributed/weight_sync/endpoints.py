@@ -1,5 +1,3 @@
-"""Weight sender in a training rank and weight receiver in an engine worker."""
-
 from __future__ import annotations
 
 import time

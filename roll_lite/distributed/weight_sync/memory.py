@@ -125,9 +125,7 @@ def collect() -> None:
 _STORAGE = 4
 """Index of the storage class in the arguments of torch's `rebuild_cuda_tensor`."""
 _DEVICE = 6
-"""Index of the sender's device number in the arguments of torch's `rebuild_cuda_tensor`."""
 _COUNTER = slice(11, 13)
-"""Indices of the IPC counter's file and offset in the arguments of torch's `rebuild_cuda_tensor`."""
 
 GPU = "cuda"
 

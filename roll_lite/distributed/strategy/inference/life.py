@@ -1,5 +1,3 @@
-"""State machine of an engine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -186,7 +184,6 @@ class EngineLife:
             self._died.set()
 
     def _follow(self) -> None:
-        """Derive the state from pause and offloads, unless a weight update is running or failed halfway."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 

@@ -1,5 +1,3 @@
-"""Monitoring and killing of an engine's processes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,6 @@ _HOST_CHECK_S = 1.0
 
 
 COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary"})
-"""Process names of compilers started by Triton and CUDA's toolchain."""
 
 
 class EngineProcesses:

@@ -1,5 +1,3 @@
-"""Requests in flight, progress reports, stop strings across a resume, expert choices."""
-
 from __future__ import annotations
 
 import asyncio

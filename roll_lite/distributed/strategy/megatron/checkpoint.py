@@ -202,7 +202,6 @@ def _is_extra(name: str) -> bool:
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Names of frozen weights, which are not stored. Without an optimizer, all weights are stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -270,7 +269,6 @@ def _steps_in(stored: Any) -> float:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer's state dict, without tensors read by ShardReader. `steps`: step count."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]

@@ -97,7 +97,6 @@ EXPECTED: dict[str, int] = {
 
 
 def install() -> None:
-    """Install the hook, before the first import of megatron.core."""
     _check_version()
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

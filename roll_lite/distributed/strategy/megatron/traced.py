@@ -170,7 +170,6 @@ def _tensors(holders: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
-    """Simulate one of many ranks with fake process groups."""
     new_group, preprocess, blocks = dist.new_group, MoEAlltoAllTokenDispatcher.preprocess, vocabulary.Vocabulary.blocks
 
     def fake_group(*args: Any, **options: Any) -> Any:

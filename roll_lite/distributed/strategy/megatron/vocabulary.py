@@ -97,7 +97,6 @@ class SoftmaxSums:
         self.exponentials, self.weighted, self.target = self._sums
 
     def add(self, block: slice, logits: torch.Tensor) -> None:
-        """Add a block; may overwrite the logits."""
         inverse_temperatures = self._vocabulary.inverse_temperatures
         column, here = self._vocabulary.target_columns(block)
         self.target.add_(logits.gather(1, column).where(here, 0).squeeze(1) * inverse_temperatures)

@@ -1,5 +1,3 @@
-"""Convert requests to SGLang's format and outputs to completions; find stop strings."""
-
 from __future__ import annotations
 
 import base64

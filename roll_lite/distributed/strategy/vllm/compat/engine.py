@@ -1,5 +1,3 @@
-"""vLLM engine (AsyncLLM), which starts its own processes."""
-
 from __future__ import annotations
 
 import os

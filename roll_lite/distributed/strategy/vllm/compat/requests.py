@@ -1,5 +1,3 @@
-"""Convert requests to vLLM's format, and outputs to completions."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Code for vLLM's worker processes: weight loading, reading weights back, exit with the hosting process."""
-
 from __future__ import annotations
 
 import os
