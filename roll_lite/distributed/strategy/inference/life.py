@@ -42,7 +42,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. The old weights are intact unless a bucket was loaded."""
+    """Bucket transfer failed. The old weights are intact unless a bucket was loaded into the model."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"

@@ -82,7 +82,7 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine. Blocks the event loop: processes end with the thread that started them."""
+        """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         look_across_seams(self._running.output_processor)
