@@ -43,7 +43,6 @@ from roll_lite.rewards.registry import address_notes, check_rewards
 
 PROJECTS = ("roll", "verl", "openrlhf")
 WRONG_CONFIGURATION = 2
-"""Exit code as in argparse."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
@@ -53,7 +52,7 @@ OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
-"""Exit code if the output's reader closed the pipe (`| head`), as after SIGPIPE."""
+"""Exit code if the output's reader closed the pipe (`| head`): the shell's code for SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,7 +136,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load despite missing values; if that fails, return the valid part."""
+    """Load the configuration without the checks of files, despite missing values; if that fails, return the valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -160,7 +159,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Return derived values, placement and notes, without parts that need a missing value."""
+    """Return derived values, placement and notes; a table that needs a missing value is left out."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)), lambda: draw(config)):

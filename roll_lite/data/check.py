@@ -33,7 +33,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file (about two seconds); TABLE_ROWS for table columns other than the tag."""
+"""Maximum rows checked: SCANNED_ROWS (about two seconds) per file or, for presets and for a table's columns other than the tag,
+TABLE_ROWS."""
 NAMED_LINES = 5
 
 
@@ -92,7 +93,6 @@ class _Column:
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """List the columns that a split uses: weight and difficulty only in training, report_by only in validation."""
     data, template = domain.data, domain.template
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
@@ -203,7 +203,6 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Placeholder for table values that are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -212,8 +211,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield TABLE_ROWS full rows, then rows with the tag only. If a configured column is missing, read tags only; without a tag column,
-    yield one empty row."""
+    """Yield, for each shard, TABLE_ROWS rows with all configured columns, then rows with only the tag column. From the first shard that
+    lacks a configured column: only tags; if the tag column is missing too, one row of placeholders."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -43,7 +43,6 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Column names -> number that rows store instead."""
 
     def add(
         self,
@@ -54,7 +53,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """`weight`: loss weight of the samples. `question`: the prompt without template."""
+        """Append a prompt. `weight`: loss weight of its samples. `question`: the prompt without template."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -105,7 +104,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's data files. One ValueError reports up to ten mistakes. `domains`: all domains, to skip their rows in shared files."""
+    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains; rows that belong to
+    others are skipped in shared files."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -181,7 +181,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Render a row's prompt; None if left out. ValueError if unusable."""
+        """Render a row's prompt; None if the row is left out. ValueError if it is unusable."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1
