@@ -1,4 +1,4 @@
-"""Tables for `roll-lite check`."""
+"""Tables that `roll-lite check` prints."""
 
 from __future__ import annotations
 

@@ -17,18 +17,18 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login. One slash suffices: converting an address to a path drops the second."""
+"""URL with a login. One slash suffices, as converting a URL to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""Login without a scheme."""
+"""Login, `user:password@`, without a URL scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
 """Secret in a query string."""
 _SECRETS = r"(?:key|(?<!per_)token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""Secret settings. `api_key_env`, which names a variable, does not match."""
+"""Names of settings that hold secrets. `api_key_env` does not match: it names a variable."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Secret in unparsable text."""
+"""Secret assigned in unparsable text: `key: ...` or `key=...`."""
 HIDDEN = "***"
 LEFT_OUT = "???"
 """Placeholder of secrets in a saved configuration."""
@@ -41,7 +41,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: no value to show. None would be shown as null."""
+    """Type of NO_VALUE, the value of a problem without one to show. None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -50,7 +50,7 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """YAML path, file, or override."""
+    """Place of the problem: YAML path, file, or override."""
     message: str
     value: Any = NO_VALUE
     source: str = ""
@@ -74,7 +74,7 @@ Mistake = tuple[str, str] | Problem
 
 
 class Missing(Problem):
-    """Missing required value."""
+    """Problem: a required value is missing."""
 
 
 class ConfigError(ValueError):
@@ -93,7 +93,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting or its list marks a secret."""
+    """True if the name of the setting, or of the list it is in, marks a secret (key, token, password, ...)."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
@@ -134,7 +134,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Hint with close valid names, else with all."""
+    """Return a hint with the valid names closest to `wrong`; if none is close, with all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -153,7 +153,7 @@ def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
 
 
 def space_missing(value: Any) -> str:
-    """Hint to append to a message, if a text looks like `key:value`."""
+    """Return a hint to append to a message if a text looks like `key:value`, else ""."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

@@ -69,11 +69,11 @@ GIB = 1 << 30
 MOMENTS = 8
 """Bytes of AdamW's float32 moments per weight."""
 STAGED = 8
-"""Bytes per weight of host copies for an optimizer on the host."""
+"""Bytes per weight of the gradient and weight copies that an optimizer on the host needs."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Host memory by role, over all nodes, of offloaded and host-resident tensors."""
+    """Bytes of host memory by role, over all nodes, for tensors offloaded to the host or always kept there."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):
@@ -100,7 +100,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def weight_counts(folder: Path) -> tuple[int, int]:
-    """Numbers of weights: in experts, elsewhere."""
+    """Count a model's weights: (in experts, elsewhere)."""
     hf = read_hf_config(folder)
     sizes = {name: prod(shape) for name, shape in weight_shapes(hf).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

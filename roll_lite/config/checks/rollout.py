@@ -125,7 +125,7 @@ def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Note if stale samples train without importance weights."""
+    """Return a note if samples of older weights train without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

@@ -107,7 +107,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Run the section's rules. A rule stops at an invalid field; others still run."""
+        """Return what the section's rules find. A rule stops at an invalid field; others still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

@@ -151,9 +151,9 @@ class LimitsConfig(Section):
     work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines (Ray: ray.start_timeout_s)."""
+    """Start of models and engines (start of Ray: ray.start_timeout_s)."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines (one wait: weight_sync.timeout_s)."""
+    """Weight update of all engines (waits in a transfer: weight_sync.timeout_s)."""
     generate: TimeLimit = 14400.0
     """Generation of a batch (one response: rollout.request_timeout_s)."""
     log_probs: TimeLimit = 7200.0

@@ -43,7 +43,7 @@ class SimulatedEngineConfig(Section):
 
 
 class SimulatedTrainerConfig(Section):
-    """Speed of the trainer. Defaults: 7B model on H100s, log-probs and one epoch."""
+    """Speed of the trainer. Defaults: 7B model on H100s, with one pass for log-probs and one epoch."""
 
     overhead_s: NonNegativeFloat = 5.0
     """Fixed seconds per step."""
@@ -71,7 +71,7 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time. null: unlimited; right for times from `--from`, which include waiting."""
+    """Samples scored at once; null: unlimited. Keep null with scoring times measured by `--from`: they include waiting."""
     turns: Annotated[float, Field(ge=1)] = 1.0
     """Median responses per episode. Response lengths are per response."""
     turns_p99: Annotated[float, Field(ge=1)] | None = None
