@@ -15,7 +15,7 @@ REPEAT_S = 0.2
 
 
 class TimeLimitExceeded(Exception):
-    """Stop of a computation at its time limit."""
+    """A computation was stopped at its time limit."""
 
 
 class _Interruption(BaseException):
