@@ -31,31 +31,29 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 Sleep = Literal["never", "with_copy", "without_copy"]
-"""How engines offload: never, or with or without keeping a weight copy in host memory."""
+"""How engines offload: never, with or without a weight copy in host memory."""
 
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
     devices: tuple[int, ...]
     copies: int
-    """Data-parallel size of a trainer; number of replicas of an engine."""
+    """Data-parallel size, or an engine's number of replicas."""
     layout: str
     shares_with: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of one model's (actor's, critic's, ...) forward or training pass, on the rank with the most samples. Their number
-    assumes samples of maximum length."""
+    """Micro-batches of one model's forward or training pass on the rank with the most samples, if all have the maximum length."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
     """Samples on the fullest rank if all are equally long."""
     most_rows: int
-    """Samples on the fullest rank in the extreme case: every other rank has one long sample."""
+    """Samples on the fullest rank if every other rank has one long sample."""
     longest: int
-    """Maximum tokens of a sample."""
     budget: int
     """Token limit of a micro-batch; a longer sample runs alone."""
     row_limit: int | None = None
@@ -87,7 +85,6 @@ class DomainArithmetic:
     """Average. In a single step the number differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
-    """Maximum tokens of prompt plus response."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -99,7 +96,6 @@ class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Role -> learning-rate schedule in words."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
@@ -214,7 +210,7 @@ def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """Return (setting, what is wrong with it) if the pipeline does not fit the model's layers, else None."""
+    """Return (setting, problem) if the pipeline does not fit the model's layers, else None."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     if given is not None:
         return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
@@ -227,8 +223,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly. A key/value head that several ranks share is split by trainers
-    (`head_dim`: its size) and copied by engines (`head_dim`: None)."""
+    """True if `size` ranks can split the attention heads evenly. Trainers split a key/value head that several ranks share (`head_dim`: its
+    size); engines copy it (None)."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -379,7 +375,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. If a domain's average prompts per step are no integer, the number varies by less than two."""
+    """Maximum samples of a step. If a domain's prompts per step are no integer on average, they vary by less than two."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

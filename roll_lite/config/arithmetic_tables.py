@@ -1,5 +1,3 @@
-"""Tables that `roll-lite check` prints."""
-
 from __future__ import annotations
 
 from fractions import Fraction

@@ -14,8 +14,6 @@ TIE_ROOM = 8
 
 
 class Truncation(Protocol):
-    """Sampling settings that can exclude tokens."""
-
     @property
     def top_p(self) -> float: ...
     @property
@@ -32,7 +30,7 @@ def is_truncated(sampling: Truncation) -> bool:
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """How many of the likeliest tokens an engine must report to cover the mask; 0 without truncation."""
+    """Number of likeliest tokens that an engine must report to cover the mask; 0 without truncation."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size

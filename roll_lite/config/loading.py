@@ -1,5 +1,3 @@
-"""Load and check a configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -42,7 +40,7 @@ def load_config(
     """Load a configuration, shipped or in `folder`. Raises ConfigError with all mistakes.
 
     `further`: additional checks. `files`: if False, neither read nor download models and data. `weights`: download missing weights after
-    all checks. `tell`: receives notes on downloads and on user files that replace shipped ones.
+    all checks. `tell`: receives notes on downloads and replaced shipped files.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -65,7 +63,6 @@ def load_config(
 
 
 def _fetch_weights(config: RunConfig, tell: Callable[[str], object]) -> bool:
-    """Download missing weights; return False if none are missing."""
     missing = [folder for role in roles(config).values() if lacks_weights(folder := model_folder(config, role))]
     for folder in missing:
         fetch(folder, tell)

@@ -86,8 +86,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Return the number of devices by role. Default: the highest number given in the group; if none is, all devices for a group that
-    `is_alone` without judges, else 1."""
+    """Return the number of devices by role. Default: the highest number given in the group; if none is, all devices if `is_alone` (judges:
+    1), else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
@@ -95,8 +95,8 @@ def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: boo
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Choose `wanted` devices that are not `taken`, in blocks of `together` devices. A block is on one node if it fits, else split equally
-    over few nodes. If devices are missing, numbers beyond the last follow, which a later check reports."""
+    """Choose `wanted` devices that are not `taken`, in blocks of `together`. A block is on one node if it fits, else split equally over few
+    nodes. If devices are missing, numbers beyond the last follow, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -132,8 +132,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Set device numbers and, under a preset, the `offload` of roles that share devices: true unless given, or the role is always in
-    use."""
+    """Set device numbers and, under a preset, `offload: true` for roles that share devices, unless given or the role is always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -185,7 +184,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that each engine's devices are on one node or, if too many for a node, divided equally over several."""
+    """Check that each engine is on one node or, if too large for a node, equally on several."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"

@@ -1,5 +1,3 @@
-"""Presets of public data sets, for `data.preset`."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Problems of a configuration, reported together."""
-
 from __future__ import annotations
 
 import difflib
@@ -23,12 +21,11 @@ LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
-"""Secret in a query string."""
 _SECRETS = r"(?:key|(?<!per_)token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""Names of settings that hold secrets. `api_key_env` does not match: it names a variable."""
+"""Names of secret settings. `api_key_env` does not match: it names a variable."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Secret assigned in unparsable text: `key: ...` or `key=...`."""
+"""Secret in unparsable text: `key: ...` or `key=...`."""
 HIDDEN = "***"
 LEFT_OUT = "???"
 """Placeholder of secrets in a saved configuration."""
@@ -41,7 +38,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE, the value of a problem without one to show. None would be shown as null."""
+    """Type of NO_VALUE: the problem has no value to show. None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -50,7 +47,7 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """Place of the problem: YAML path, file, or override."""
+    """Place: YAML path, file, or override."""
     message: str
     value: Any = NO_VALUE
     source: str = ""
@@ -93,7 +90,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting, or of the list it is in, marks a secret (key, token, password, ...)."""
+    """True if the name of the setting or of its list marks a secret (key, token, ...)."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
@@ -119,7 +116,6 @@ def _tells_nothing(value: Any) -> bool:
 
 
 def show(value: Any, path: str = "") -> str:
-    """Format a value for messages, shortened and without secrets."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):  # huge integer, keys that are paths, list that contains itself
@@ -134,7 +130,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint with the valid names closest to `wrong`; if none is close, with all."""
+    """Return a hint with the valid names close to `wrong`, else with all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

@@ -1,5 +1,3 @@
-"""Templates and patterns in the YAML."""
-
 from __future__ import annotations
 
 import re

@@ -30,7 +30,6 @@ OTHERS_NAMES = {
     "num_generations": "samples_per_prompt",
     "rollout_batch_size": "prompts_per_step",
 }
-"""Names in other trainers -> names here."""
 
 
 class _Invalid:
@@ -107,7 +106,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
-        """Build an entry of a list or mapping. If invalid, return a section whose fields raise Refused when read."""
+        """Build a list's or mapping's entry. If invalid, return a section whose fields raise Refused when read."""
         built = _INVALID if path in self.broken else self._one_of(variants, data, path)
         if isinstance(built, Section):
             return built
@@ -116,8 +115,7 @@ class _Walker:
         return hollow
 
     def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report entries that look like a misspelt duplicate: they lack all required keys, and their name is close to a complete
-        entry's."""
+        """Report entries that look like a misspelt duplicate: no required key, and a name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -139,7 +137,7 @@ class _Walker:
         return self.section(chosen, {"name": word_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
-        """Choose the section class that the value's `name` selects. If there is none, report it and return None."""
+        """Choose the section class that the value's `name` selects; if there is none, report that and return None."""
         by_name = {word_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
@@ -159,7 +157,7 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Return the similar keys that are not set: one of them was probably meant."""
+        """Report an unknown key. Return similar keys that are not set, one of which was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -197,7 +195,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Type of a field: its section classes (none: a plain value; several: a union), in a list or mapping if `container` says so."""
+    """Type of a field: its section classes (none: plain value; several: union), in `container` if it is a list or mapping."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None

@@ -30,7 +30,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if the last <think>, perhaps at the end of `prompt`, is not closed."""
+    """Return the text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, stays open."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text

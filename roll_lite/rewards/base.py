@@ -52,8 +52,8 @@ class RewardType(Section):
     within_a_run: ClassVar[bool] = False
     """True if only a training run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer before the response: scoring an empty response is then a quick check that the
-    reference is readable."""
+    """True if the reward parses the reference answer first: scoring an empty response then quickly checks that the reference is
+    readable."""
     answers_are_responses: ClassVar[bool] = True
     """False if reference answers are not responses (tests, for example)."""
     unshown: ClassVar[tuple[str, ...]] = ()
@@ -122,8 +122,8 @@ class RewardFunction:
         return self.run(self.score(item))
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run a coroutine of `score` or `scores` to its end, outside an event loop. An async function keeps its loop, hence its
-        connections, between calls."""
+        """Run a coroutine of `score` or `scores` outside an event loop. An async function keeps its loop, hence its connections, between
+        calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(scoring)

@@ -1,5 +1,3 @@
-"""Build rewards by name, and check the rewards of a configuration."""
-
 from __future__ import annotations
 
 import inspect

@@ -255,13 +255,13 @@ def seen(value: Any) -> Any:
 
 
 def seen_by_name(value: Any) -> Any:
-    """Guard the class of a value that a test reads from a variable or by subscript. Instances of classes that existed before the program
-    ran are skipped, containers too: `seen` guarded their items."""
+    """Guard the class of a value that a test reads from a variable or by subscript. Instances of classes older than the program are
+    skipped, containers too: `seen` guarded their items."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values, in a test's `abs(a - b)`. If only one is an object of the program, subtract their plain data."""
+    """Subtract two values in a test's `abs(a - b)`. If only one is an object of the program, subtract their plain data."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)

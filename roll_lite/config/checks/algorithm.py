@@ -66,7 +66,7 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check that Ray's object store has room for KL estimator `full`, which needs the whole vocabulary's log-probs per token."""
+    """Check that the object store has room for KL estimator `full`: log-probs of the whole vocabulary per token."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

@@ -54,8 +54,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Return what is wrong with a model's safetensors, or None. `head`: output layer to look for. Without `hf`, only a value head is
-    checked."""
+    """Return what is wrong with a model's safetensors, or None. `head`: output layer. Without `hf`, only a value head is checked."""
     if lacks_weights(folder):  # checked after the download
         return None
     stored = stored_tensors(folder)
@@ -93,8 +92,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder; yield its problem, if any. Return (shape, HfConfig): both None if unreadable, HfConfig None if the model is not
-    supported."""
+    """Read a model folder; yield its problem, if any. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""
     shape = None
     try:
         shape = read_model_shape(folder)

@@ -26,8 +26,8 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is a function that takes the keyword `arguments` (None: not checked).
-    `or_class`: a class is accepted too. `given`: further keywords that the run passes. `inputs`: positional arguments, in words."""
+    """Check that `name`, the value of setting `path`.`key`, is a function that takes keyword `arguments` (None: not checked). `or_class`:
+    or a class. `given`: further keywords that the run passes. `inputs`: positional arguments, in words."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -114,7 +114,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield (name, syntax tree of its value) for names that statements bind. The tree is None for a value known only at run time."""
+    """Yield (name, syntax tree of its value) for names that statements bind; the tree is None if known only at run time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,5 +1,3 @@
-"""Checks of devices and parallel sizes."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Notes on legal but suspicious settings."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -73,7 +71,7 @@ STAGED = 8
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of host memory by role, over all nodes, for tensors offloaded to the host or always kept there."""
+    """Bytes of host memory by role, over all nodes, for tensors that are offloaded or always there."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):

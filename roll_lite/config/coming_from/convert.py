@@ -1,4 +1,4 @@
-"""Convert the settings of another trainer (verl, TRL, ...) by a table in YAML."""
+"""Convert settings of another trainer (verl, TRL, ...) by a YAML table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Converted settings of another trainer. `told`: messages on settings without counterpart, and notes."""
+    """Converted settings. `told`: messages on settings without counterpart, and notes."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
@@ -71,7 +71,7 @@ class Conversion:
         _drop_defaults(self.config, self.config)
 
     def entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Return the table entry whose pattern matches a key (longest pattern first), and the part matched by `{name}`. Unknown keys get an
+        """Return the table entry whose pattern matches a key, longest pattern first, and the part matched by `{name}`. Unknown keys get an
         entry with an error message."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
@@ -91,7 +91,7 @@ class Conversion:
             self.told.append(Problem(given.key, message, given.value, f"{self._file}:{given.line}"))
 
     def _write(self, given: Given, entry: dict[str, Any], name: str) -> str:
-        """Write a setting's value, converted, to our settings named in `entry`. Return an error message or ""."""
+        """Write a setting's converted value to our settings named in `entry`. Return an error message or ""."""
         value, words, targets, failure = given.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
@@ -134,8 +134,6 @@ def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """Setting read from a file."""
-
     key: str
     value: Any
     line: int
@@ -228,8 +226,8 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and sums in shell text. Variables that the script does not set become ${oc.env:NAME}, or their default; other
-    expansions become $(...)."""
+    """Expand variables and sums in shell text. Variables that the script does not set become ${oc.env:NAME} or their default, other
+    expansions $(...)."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

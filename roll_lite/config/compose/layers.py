@@ -35,7 +35,7 @@ class Composed:
     secrets: dict[Path, tuple[str, Any]]
     """Values that contain environment variables, by path: (text in the file, value)."""
     hidden: list[str]
-    """Notes on the user's files that replace shipped files of the same name."""
+    """Notes on user files that replace shipped ones."""
 
 
 @dataclass
@@ -51,8 +51,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the files in this file's `defaults`, then the file itself, unless `_self_` places it elsewhere. `stack`: files that led
-        here."""
+        """Append the files in this file's `defaults`, then the file itself, unless `_self_` places it elsewhere."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -81,7 +80,6 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken, by default the root."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 

@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of `name` before overrides of the section's other keys: a later change of `name` would drop those."""
+    """Move overrides of `name` before others of its section: a later change of `name` would drop those."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value

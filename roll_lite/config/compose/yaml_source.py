@@ -44,7 +44,7 @@ class YamlSource:
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse YAML text. `place`: the text's name in messages. `root`: path of its top in the configuration."""
+    """Parse YAML text. `place`: its name in messages. `root`: configuration path of its top."""
     source = YamlSource()
     try:
         loader = _Loader(text)

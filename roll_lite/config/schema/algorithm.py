@@ -1,5 +1,3 @@
-"""Section `algorithm` and its parts."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -31,8 +29,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. In kl_in_reward, KL is measured by its estimator (k3 for abs); in kl_in_loss,
-    by k3 or full."""
+    """Target of KL(policy || reference), in nats per token, measured in kl_in_reward by its estimator (k3 for abs), in kl_in_loss by k3 or
+    full."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
 
@@ -155,7 +153,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """This data and template as a domain, so that code for domains can load and check them."""
+        """This data and template as a domain, for code that loads and checks domains."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -181,8 +179,8 @@ class AlgorithmConfig(Section):
     sequence_mean_token_sum: mean over sequences of their tokens' mean or sum. constant: mean of the sums, divided by
     aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """What `aggregation` counts as one sequence if an agent's requests branch, so that a sample trains as several sequences (rows). sample:
-    all rows together. row: each row."""
+    """What `aggregation` counts as a sequence if an agent's requests branch, so that a sample has several training rows. sample: all its
+    rows. row: each row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -196,8 +194,8 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
     """Source of old log-probs. recompute: an extra forward pass. current: the training pass, detached. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts in the actor's updates. none: chosen anew. train: those chosen in the pass for old log-probs. rollout: those that the engine
-    chose, also in the pass for old log-probs. The router still learns, as its probabilities weight the experts."""
+    """Experts in the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: those that the engine chose,
+    in that pass too. The router still learns, as its probabilities weight the experts."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1

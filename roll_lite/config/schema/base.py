@@ -61,9 +61,7 @@ def _as_written(path: Any) -> str:
 
 _AS_WRITTEN = PlainSerializer(_as_written, when_used="json")
 ModelFolder = Annotated[Path, AfterValidator(lambda path: located(path, "model") or from_current_folder(path)), _AS_WRITTEN]
-"""Model folder, or name of a model on the hub."""
 DataPath = Annotated[Path, AfterValidator(lambda path: located(path, "dataset") or from_current_folder(path)), _AS_WRITTEN]
-"""File, folder, or data set on the hub (hf://...)."""
 
 
 class Refused(Exception):
@@ -112,5 +110,4 @@ class Section(BaseModel):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All fields except `name`, as keyword arguments."""
         return {field: value for field, value in self if field != "name"}

@@ -1,5 +1,3 @@
-"""Sections of domains and of rollouts."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -28,7 +26,7 @@ class DataFilterConfig(Section):
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
-    """Column with the number that difficulty_range limits, such as a model's share of correct samples."""
+    """Column that difficulty_range limits, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
     """Keep training prompts, not held-out ones, with a difficulty in this inclusive range."""
 
@@ -277,7 +275,7 @@ class GroupFilterConfig(Section):
     tries: PositiveInt = 10
     """Maximum prompts that a domain tries for a batch, as a multiple of its groups in the batch."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action if groups are missing after `tries`. fail: end the run. continue: train the passing groups."""
+    """Action if `tries` do not suffice. fail: end the run. continue: train the passing groups."""
 
     @rule
     def _known(self) -> Mistakes:

@@ -1,5 +1,3 @@
-"""Sections of advantage estimators and losses."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -72,8 +70,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, with n samples in the batch, m of them in groups whose rewards differ, so that groups of equal rewards
-    do not shrink the gradient."""
+    """(reward - group mean) * n / m, with n samples in the batch, m of them in groups whose rewards differ, so that other groups do not
+    shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 

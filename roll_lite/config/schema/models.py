@@ -1,5 +1,3 @@
-"""Sections of the model, optimizer, LoRA, strategies and roles."""
-
 from __future__ import annotations
 
 import re
@@ -68,7 +66,6 @@ class OptimizerConfig(Section):
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
-"""Linear layers of attention and MLP, by their names in Hugging Face."""
 
 
 class LoraConfig(Section):

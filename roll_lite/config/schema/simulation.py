@@ -43,7 +43,7 @@ class SimulatedEngineConfig(Section):
 
 
 class SimulatedTrainerConfig(Section):
-    """Speed of the trainer. Defaults: 7B model on H100s, with one pass for log-probs and one epoch."""
+    """Speed of the trainer. Defaults: 7B model on H100s, one pass for log-probs, one epoch."""
 
     overhead_s: NonNegativeFloat = 5.0
     """Fixed seconds per step."""

@@ -63,8 +63,8 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """True if two values are equal as JSON, where all sequences are lists and keys are strings. An expected float allows a relative error
-    of `tolerance`."""
+    """True if two values are equal as JSON: sequences as lists, keys as strings. An expected float allows a relative error of
+    `tolerance`."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

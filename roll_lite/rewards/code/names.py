@@ -49,7 +49,6 @@ NEED_INSIDE = frozenset(
 class Asserts:
     source: str
     names: tuple[str, ...]
-    """Names that the tested program must define."""
     imports: tuple[str, ...] = ()
     inside: str = ""
 
@@ -175,8 +174,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return calls of the tests that the source defines but leaves to a test runner. ValueError for a `test_...` function with arguments or
-    async."""
+    """Return the calls of tests that the source leaves to a test runner; ValueError for a `test_...` function with arguments or async."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -1,5 +1,3 @@
-"""Reward `code`: test the response's program."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""Read a sample's tests in the layouts of common data sets."""
-
 from __future__ import annotations
 
 import ast
@@ -15,7 +13,7 @@ from roll_lite.rewards.code.names import Asserts, asserts_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """Test of a program by a function call (`function`), asserts, or a run with `stdin`. `also`: further accepted values."""
+    """Test of a program: a function call, asserts, or a run with `stdin`. `also`: further accepted values."""
 
     stdin: str = ""
     expected: Any = None

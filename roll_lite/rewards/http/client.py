@@ -73,7 +73,7 @@ class AskingReward(RewardType, HttpSettings):
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Return the object that belongs to the running event loop; `make` creates it at first use."""
+        """Return the running event loop's object; `make` creates it at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -88,7 +88,7 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """Refusal by the service, perhaps because of the response in the request."""
+    """Refusal by the service, perhaps because of the response."""
 
 
 class _Failed(Exception):
@@ -104,7 +104,6 @@ class _Failed(Exception):
 class _Url:
     url: str
     requests: int = 0
-    """Requests in flight."""
     failures: int = 0
     """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
     rests_until: float = 0.0

@@ -1,5 +1,3 @@
-"""Reward `judge`: a language model's verdict."""
-
 from __future__ import annotations
 
 import json
@@ -141,7 +139,6 @@ class JudgeReward(AskingReward):
         return HttpClient("judge", [url.rstrip("/").removesuffix(end) + end for url in several(self.url or ())], self)
 
     def question_about(self, sample: RewardInput) -> str:
-        """Fill in the question, with a note if the response was cut."""
         return filled(self.template, sample, "judge", f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else None)
 
     def lowest(self) -> float:

@@ -70,7 +70,7 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Return the formula after "the answer is", else the last one, with formulas joined to it by "or". `runs`: places of all formulas."""
+    """Return the formula after "the answer is", else the last one, with formulas joined to it by "or". `runs`: all formulas' places."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
     ]
@@ -114,8 +114,8 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return words of at least `shortest` letters, and Chinese characters, without LaTeX and function names. Consecutive letters of the
-    alphabet (xyz), which may be a product, and "and", "for" count only if `shortest` is 2."""
+    """Return words of at least `shortest` letters, and Chinese characters, without LaTeX and function names. "and", "for" and consecutive
+    letters of the alphabet (xyz), perhaps a product, count only if `shortest` is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 

@@ -16,8 +16,7 @@ from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number,
 Parsed = list[Any]
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Two numbers, at least one a decimal, are equal if they differ by at most CLOSE (relative) and agree when rounded to PLACES decimal
-places."""
+"""Two numbers, at least one a decimal, are equal if they differ by at most CLOSE (relative) and agree when rounded to PLACES decimals."""
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000

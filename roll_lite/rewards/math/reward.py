@@ -1,5 +1,3 @@
-"""Reward `math`: compare a response's answer with the reference."""
-
 from __future__ import annotations
 
 import re
@@ -179,7 +177,7 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _says_of(name: str, before: list[str]) -> bool:
-    """True unless the equation is about something else than `name`: x^2 = 1 if x = 1 is asked. `before`: its sides but the last."""
+    """False for an equation about something else than `name`: x^2 = 1 if x = 1 is asked. `before`: all sides but the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):

@@ -1,5 +1,3 @@
-"""Time limit that interrupts a computation by a signal."""
-
 from __future__ import annotations
 
 import signal

@@ -1,5 +1,3 @@
-"""Reward `choice`: multiple-choice answers."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Reward `instruction`: check whether a response follows instructions, as in IFEval."""
-
 from __future__ import annotations
 
 import ast
@@ -128,7 +126,6 @@ def _variants(response: str) -> list[str]:
 
 
 def asked_of(sample: RewardInput) -> list[Asked]:
-    """Read a sample's instructions from its columns, else from the reference answer."""
     columns = sample.columns
     if columns.get(IDS[1]) is not None:
         return _paired(columns[IDS[1]], columns.get("kwargs"), f"column {IDS[1]!r}", "column 'kwargs'")
