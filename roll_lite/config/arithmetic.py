@@ -1,5 +1,3 @@
-"""Values derived from a configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +80,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average. In a single step the number differs from it by less than two."""
+    """Average; in a single step, the number differs by less than two."""
     samples_per_prompt: int
     max_tokens: int
 
@@ -99,7 +97,6 @@ class BatchArithmetic:
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """Average, if domains differ in samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int

@@ -26,7 +26,7 @@ def preset(name: str) -> dict[str, Any]:
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     """Return a domain with its preset's settings as defaults. If the domain sets `data.train`, the preset's training and validation files
-    are both left out."""
+    are left out."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])

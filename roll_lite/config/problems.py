@@ -149,7 +149,7 @@ def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
 
 
 def space_missing(value: Any) -> str:
-    """Return a hint to append to a message if a text looks like `key:value`, else ""."""
+    """Hint to append to a message if a text looks like `key:value`; else ""."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

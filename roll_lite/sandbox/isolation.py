@@ -20,7 +20,7 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id for sandboxes. Each sandbox has its own, so that its processes can be counted and signalled separately."""
+"""First user id for sandboxes; each has its own, so that its processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""

@@ -110,7 +110,7 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict
+    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without `find`, iterators, dict
     views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]

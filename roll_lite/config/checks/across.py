@@ -1,5 +1,3 @@
-"""Checks that compare fields of several sections."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -59,8 +59,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Return the syntax tree that defines a name, following assignments and imports. None if only running the code could tell. ValueError
-    if missing or unreadable."""
+    """Return the syntax tree that defines a name, through assignments and imports. None if only running the code could tell. ValueError if
+    missing or unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")

@@ -85,11 +85,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""A float32 run of up to this many processes gets no note about missing GPUs, even on fewer cores."""
+"""Float32 runs of up to this many processes get no note about missing GPUs, even on fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if no GPUs are visible although the run is in bfloat16 or has more processes than cores."""
+    """Return a note if no GPUs are visible for a bfloat16 run, or a run with more processes than cores."""
     if layout.gpus_visible() or layout.is_elsewhere(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

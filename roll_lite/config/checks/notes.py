@@ -65,7 +65,6 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 GIB = 1 << 30
 MOMENTS = 8
-"""Bytes of AdamW's float32 moments per weight."""
 STAGED = 8
 """Bytes per weight of the gradient and weight copies that an optimizer on the host needs."""
 

@@ -23,7 +23,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import elsewhere, is_file
 
 TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
-"""Tool -> required package (extra roll_lite[TOOL])."""
 
 
 def _turns(config: RunConfig) -> Mistakes:

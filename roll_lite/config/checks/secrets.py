@@ -1,5 +1,3 @@
-"""Checks for secrets, since the configuration is logged and saved."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

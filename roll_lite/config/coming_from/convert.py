@@ -195,7 +195,7 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into its commands and arrays, each a list of (word, line number). All branches are read."""
+    """Split a shell script into commands and arrays, each a list of (word, line number). All branches are read."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array = "", False

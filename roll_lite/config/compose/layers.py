@@ -33,7 +33,7 @@ class Composed:
     """Paths of unresolvable values; the root if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Values that contain environment variables, by path: (text in the file, value)."""
+    """Values from environment variables, by path: (text in the file, value)."""
     hidden: list[str]
     """Notes on user files that replace shipped ones."""
 

@@ -1,5 +1,3 @@
-"""Parse YAML to plain data with line numbers; collect all mistakes."""
-
 from __future__ import annotations
 
 import re

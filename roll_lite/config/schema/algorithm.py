@@ -201,7 +201,7 @@ class AlgorithmConfig(Section):
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats per token. After an update that exceeds it, the actor skips its remaining updates of the step."""
+    """Limit of KL(old || new), in nats per token, beyond which the actor skips the step's remaining updates."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start that train only the critic."""
 

@@ -52,7 +52,7 @@ class DataConfig(Section):
     validation: DataFiles | None = None
     """Held-out prompts in the same forms; all are used, without shares."""
     tag: str | None = None
-    """Column with the row's tag, if domains share files."""
+    """Column with a tag that assigns rows to domains which share files."""
     tags: list[str] = Field(default_factory=list)
     """Tags of this domain's rows. A row whose tag no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
@@ -64,7 +64,7 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of the batch."""
+    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of batches."""
     report_by: str | None = None
     """Column of held-out prompts, such as level. Validation is also reported for each of its values (at most 50)."""
 
@@ -200,7 +200,7 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Further rewards, added with weights. Only `name` decides whether a sample is correct."""
+    """Further rewards, added with weights. Only the main reward decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
@@ -273,7 +273,7 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups with a smaller measure. null: 1 for accuracy."""
     tries: PositiveInt = 10
-    """Maximum prompts that a domain tries for a batch, as a multiple of its groups in the batch."""
+    """Maximum prompts tried for a batch, as a multiple of the domain's groups in it."""
     when_short: Literal["fail", "continue"] = "fail"
     """Action if `tries` do not suffice. fail: end the run. continue: train the passing groups."""
 

@@ -1,5 +1,3 @@
-"""Sections of environments, which answer the policy over several turns."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal

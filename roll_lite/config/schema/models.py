@@ -160,7 +160,7 @@ class EngineStrategyConfig(Section):
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; null: from the domains' sampling."""
     max_running_requests: PositiveInt = 256
-    """Maximum requests that an engine decodes at a time."""
+    """Maximum requests decoded by an engine at a time."""
     max_batched_tokens: PositiveInt = 8192
     """Maximum tokens in an engine's forward pass; longer prompts are split, except by vLLM on a CPU."""
     kv_cache_mb: PositiveInt | None = None
@@ -230,8 +230,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint or their
-    initial weights, and repeat the updates since."""
+    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint, or initial
+    weights, and repeat the updates since."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 

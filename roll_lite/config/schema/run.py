@@ -1,5 +1,3 @@
-"""Root section, and sections of the whole run."""
-
 from __future__ import annotations
 
 import re
@@ -146,14 +144,13 @@ class WeightSyncConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung; the run reports which
-    process did not answer. Hung training roles and a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the
-    work is only slow."""
+    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung. Hung training roles and
+    a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines (start of Ray: ray.start_timeout_s)."""
+    """Start of models and engines (Ray: ray.start_timeout_s)."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines (waits in a transfer: weight_sync.timeout_s)."""
+    """Weight update of all engines (single waits: weight_sync.timeout_s)."""
     generate: TimeLimit = 14400.0
     """Generation of a batch (one response: rollout.request_timeout_s)."""
     log_probs: TimeLimit = 7200.0
@@ -177,7 +174,7 @@ class LimitsConfig(Section):
     """Time in which an engine must answer a heartbeat; else it counts as lost and is replaced (actor_infer.restarts). Slow work does not
     delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Time limit of an engine's forward pass; beyond it the engine is lost. Forty times as long until the first response has ended, later
+    """Time limit of an engine's forward pass; beyond it the engine is lost. Until the first response has ended forty times as long, later
     at least four times the longest pass. auto: 7 with GPUs, 300 without."""
 
 

@@ -50,7 +50,7 @@ class SimulatedTrainerConfig(Section):
     tokens_per_device_s: PositiveFloat = 6_000.0
     """Prompt and response tokens per second and device, for log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of the trainer's time for log-probs and values, overlapped with generation by `rollout.stream_log_probs`."""
+    """Share of the trainer's time for log-probs and values, which `rollout.stream_log_probs` overlaps with generation."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
 

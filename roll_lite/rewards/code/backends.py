@@ -44,7 +44,7 @@ class RemoteBackend(HttpSettings):
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit of one request, which runs one job, in seconds."""
+    """Time limit of one request, which runs one job."""
 
 
 class Backend(Protocol):

@@ -1,5 +1,3 @@
-"""Compare outputs and values with the expected ones, outside the sandbox, on plain data."""
-
 from __future__ import annotations
 
 import collections

@@ -57,7 +57,7 @@ class HttpSettings(Section):
     concurrency: PositiveInt = 64
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 20.0
-    """Time limit of one request, in seconds; must be less than the reward's `timeout_s`."""
+    """Time limit of one request; must be less than the reward's `timeout_s`."""
     retries: NonNegativeInt = 3
     """Maximum retries of a failed request, with growing pauses."""
     api_key_env: KeyVariable | None = None

@@ -70,7 +70,7 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Return the formula after "the answer is", else the last one, with formulas joined to it by "or". `runs`: all formulas' places."""
+    """Return the formula after "the answer is", else the last one, with formulas joined to it by "or"."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
     ]

@@ -227,7 +227,7 @@ def _work(expression: Any) -> tuple[int, int, int, int]:
 
 
 def _repeated_factors(product: Any) -> int:
-    """Count the factors that could be merged into others: numbers, sums, powers of one base."""
+    """Count factors that can be merged: numbers, sums, powers of one base."""
     kinds: list[Any] = []
     for factor in _factors(product):
         base, exponent = factor.as_base_exp()

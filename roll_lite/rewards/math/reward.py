@@ -86,7 +86,7 @@ class MathReward(RewardType):
     last number. auto: the response if it is one bare formula, else the last tag, else the last box or boxes, else the formula or number
     after the last "####", "the answer is" or 答案是, else the last formula or number."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """CPU time limit for reading and comparing one answer, in seconds; must be less than `timeout_s`."""
+    """CPU time limit for reading and comparing one answer; must be less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         answer = sample.answer

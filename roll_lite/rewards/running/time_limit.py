@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""Interval of repeated interruptions, in seconds: a bare `except:` in a library may swallow the first."""
+"""Interval of repeated interruptions: a bare `except:` in a library may swallow the first."""
 
 
 class TimeLimitExceeded(Exception):

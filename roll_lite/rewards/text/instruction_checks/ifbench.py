@@ -63,7 +63,7 @@ def sentence_words(response: str) -> bool:
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """Check that the share of the response's distinct character trigrams that occur in `reference_text` is `percentage`, within OVERLAP_OFF
+    """Check that the share of the response's distinct character trigrams found in `reference_text` is `percentage`, within OVERLAP_OFF
     points."""
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= OVERLAP_OFF
