@@ -86,8 +86,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Return the number of devices by role. Default: the highest given in the group; if none is, all devices if `is_alone` (judges: 1),
-    else 1."""
+    """Return the number of devices by role. Default: the highest given in the group; if none is given, all devices if `is_alone` (judges:
+    1), else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1

@@ -28,7 +28,6 @@ ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOT
 """Secret in unparsable text: `key: ...` or `key=...`."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Placeholder of secrets in a saved configuration."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -130,7 +129,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint with the valid names close to `wrong`, else with all."""
+    """Return a hint with the valid names close to `wrong` or, if none is, with all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

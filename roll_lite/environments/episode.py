@@ -66,7 +66,6 @@ class Cancel(NamedTuple):
 class Ask(NamedTuple):
     episode: int
     number: int
-    """Number of the response, from 0."""
     after: int | None
     """Number of the response that the new tokens follow; None: they are a prompt."""
     ids: bytes

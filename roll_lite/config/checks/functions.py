@@ -26,8 +26,8 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is a function that takes keyword `arguments` (None: not checked). `or_class`:
-    or a class. `given`: further keywords that the run passes. `inputs`: positional arguments, in words."""
+    """Check that `name`, the value of setting `path`.`key`, is a function that takes keyword `arguments` (None: not checked). `or_class`: a
+    class is accepted too. `given`: further keywords that the run passes. `inputs`: positional arguments, in words."""
     try:
         found = _definition(name)
     except ValueError as error:

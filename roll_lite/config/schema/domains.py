@@ -325,7 +325,7 @@ class RolloutConfig(Section):
     max_tokens_per_engine: PositiveInt | None = None
     """Maximum tokens of an engine's requests, counting prompts and expected responses. null: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups during generation. Needs trainer and engines on separate devices."""
+    """Compute log-probs and values of finished groups during generation. Needs training roles and engines on separate devices."""
     dump: bool = False
     """Write every batch (tokens, log-probs, texts) to the run's `dumps/` (docs/replay.md)."""
     keep_mask: bool = False

@@ -174,7 +174,7 @@ class LimitsConfig(Section):
     """Time in which an engine must answer a heartbeat; else it counts as lost and is replaced (actor_infer.restarts). Slow work does not
     delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Time limit of an engine's forward pass; beyond it the engine is lost. Until the first response has ended forty times as long, later
+    """Time limit of an engine's forward pass; beyond it the engine is lost. Forty times as long until the first response has ended, later
     at least four times the longest pass. auto: 7 with GPUs, 300 without."""
 
 

@@ -47,7 +47,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer as written in the response, or "". `in_words`: not a formula but text, up to the end of its line."""
+    """Return the answer as written in the response, or "". `in_words`: text up to the end of its line, not a formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
