@@ -1,5 +1,3 @@
-"""Table of the roles on each device by phase."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +56,7 @@ def works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Turn number (from 1) of roles that take turns on devices."""
+    """Turn numbers, from 1, of roles that are loaded in turns on shared devices."""
     presence = PHASES[phase]
     working = [name for name in presence.parts if presence.in_turns and name in by_role and works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}
@@ -70,7 +68,7 @@ def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict
 
 
 def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, Sequence[str]]]:
-    """Pairs (devices, roles); adjacent equal nodes are merged."""
+    """Return the table's rows, (devices, roles). Adjacent nodes with equal roles are merged."""
 
     def names(device: int) -> tuple[str, ...]:
         return tuple(name for name, own in numbers.items() if device in own)

@@ -1,5 +1,3 @@
-"""Checks that compare fields of several sections."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +45,7 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find problems beyond the schema. `files`: if False, skip checks of files and GPUs."""
+    """Find problems beyond the schema. `further`: additional checks. `files`: if False, skip checks of files and GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -234,7 +232,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report misspelt names in `simulation.domains`; others may be removed domains."""
+    """Report names in `simulation.domains` that look misspelt; other unknown names may be removed domains."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

@@ -1,5 +1,3 @@
-"""Root section, and sections of the whole run."""
-
 from __future__ import annotations
 
 import re
@@ -149,14 +147,13 @@ class WeightSyncConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung; the run reports which
-    process did not answer. Hung training roles and a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the
-    work is only slow."""
+    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung. Hung training roles and
+    a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
     """Start of models and engines (Ray: ray.start_timeout_s)."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines (one wait: weight_sync.timeout_s)."""
+    """Weight update of all engines (single waits: weight_sync.timeout_s)."""
     generate: TimeLimit = 14400.0
     """Generation of a batch (one response: rollout.request_timeout_s)."""
     log_probs: TimeLimit = 7200.0
