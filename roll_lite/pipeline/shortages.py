@@ -21,7 +21,7 @@ LEAST_SHARED = 16 << 20
 """Bytes that an engine needs in /dev/shm for queues and semaphores. If Ray's objects do not fit there, they go to /tmp."""
 
 
-def check_machine(_config: RunConfig) -> Iterator[Problem]:
+def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
     """Check this machine's limits of open files and shared memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit to this one
     if 0 <= files < LEAST_FILES:

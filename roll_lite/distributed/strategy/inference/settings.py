@@ -25,9 +25,13 @@ Range = tuple[str, str]
 """First supported version, and first later version that is not supported."""
 
 
+class NotInstalled(RuntimeError):
+    pass
+
+
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first installed one of these distributions. RuntimeError if none is installed (the message gives the `remedy`) or the
-    version is not supported."""
+    """Version of the first installed one of these distributions. NotInstalled if none is (the message gives the `remedy`), RuntimeError if
+    the version is not supported."""
     low, high = supported
     for name in distributions:
         try:
@@ -37,7 +41,7 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
         if not Version(low).release <= Version(version).release < Version(high).release:
             raise RuntimeError(f"{name} {version} is installed, roll_lite supports {distributions[0]} >={low},<{high}")
         return version
-    raise RuntimeError(f"strategy `{distributions[0]}` needs {remedy}")
+    raise NotInstalled(f"strategy `{distributions[0]}` needs {remedy}")
 
 
 @dataclass(frozen=True)
