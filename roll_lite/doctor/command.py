@@ -16,12 +16,11 @@ from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.doctor.machine import ABSENT, Diagnosis, alone, check_engines, check_machine, check_ports
 from roll_lite.doctor.nodes import check_nodes
-from roll_lite.files import read_text
-from roll_lite.pipeline.sweep import run_forwarding_signals
+from roll_lite.files import first_line, read_text
+from roll_lite.pipeline.sweep import INTERRUPTED, run_forwarding_signals
 
-CONFIG = "tiny_grpo"
 SAID_LINES = 12
-RAY = "start Ray on the nodes, name the cluster by --address, and see how its token is used (docs/multi_node.md)"
+RAY = "docs/multi_node.md says how a cluster is started and named, how its token is used, and which ports nodes need between them"
 
 
 def answer(asked: argparse.Namespace) -> int:
@@ -30,13 +29,11 @@ def answer(asked: argparse.Namespace) -> int:
     for one in _examine(asked):
         found.append(one)
         if not asked.json and (one.remedy or not one.node):  # the table has what is well on a node
-            remedy = f"{'':25} -> {one.remedy}\n" if one.remedy else ""
+            remedy = one.remedy and f"{'':25} -> {one.remedy}\n"
             sys.stdout.write(f"{one.status:<8} {one.check:<16} {one.node and f'{one.node}: '}{one.value}\n{remedy}")
     states = [one.status for one in found]
-    if asked.json:
-        sys.stdout.write(json.dumps([vars(one) for one in found], indent=1) + "\n")
-    else:
-        sys.stdout.write(f"\n{len(found)} checks: {states.count('fault')} faults, {states.count('warning')} warnings\n")
+    total = f"\n{len(found)} checks: {states.count('fault')} faults, {states.count('warning')} warnings"
+    sys.stdout.write(f"{json.dumps([vars(one) for one in found]) if asked.json else total}\n")
     return int("fault" in states)
 
 
@@ -50,12 +47,12 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
             yield from check_ports()
             yield Diagnosis("ray", alone(reach_ray, asked.address))
     except (RuntimeError, OSError, ValueError) as error:
-        yield Diagnosis("ray", str(error), RAY)
+        yield Diagnosis("ray", first_line(error), RAY)
     for name in [one.check for one in check_engines() if not one.remedy and one.value != ABSENT]:
         if asked.engines:
-            yield run_tiny(f"start of {name}", asked.address, f"actor_infer.strategy={name}", "steps=1", "mode=rollout_only")
+            yield run_tiny("start of", name, asked.address, "steps=1", "mode=rollout_only")
         if asked.smoke:
-            yield run_tiny(f"smoke {name}", asked.address, f"actor_infer.strategy={name}", "steps=2")
+            yield run_tiny("smoke", name, asked.address, "steps=2")
 
 
 def reach_ray(address: str | None) -> str:
@@ -68,15 +65,24 @@ def reach_ray(address: str | None) -> str:
         return f"the cluster at {session.address} {token}; --nodes checks its nodes"
 
 
-def run_tiny(check: str, address: str | None, *settings: str) -> Diagnosis:
-    """Run the shipped tiny model with these settings. The folder of a run that fails is kept."""
+def run_tiny(why: str, engine: str, address: str | None, *settings: str) -> Diagnosis:
+    """Run the shipped tiny model with an engine and these settings. The folder of a run that fails is kept."""
     from roll_lite.pipeline.agreement import BOUND  # imports torch
 
-    started, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="doctor-"))
-    given = ["placement=colocated", "validation=null", f"run_dir={folder}", f"ray.address={address or 'null'}", *settings]
+    check, started, folder = f"{why} {engine}", time.monotonic(), Path(tempfile.mkdtemp(prefix="doctor-"))
+    given = [
+        "placement=colocated",
+        "validation=null",
+        f"run_dir={folder}",
+        f"ray.address={address or 'null'}",
+        f"actor_infer.strategy={engine}",
+    ]
     with (folder / "output.txt").open("w") as output:
-        command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", CONFIG, *given]
+        command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", "tiny_grpo", *given, *settings]
         code = run_forwarding_signals(command, stdout=output, stderr=output)
+    if code == INTERRUPTED:
+        shutil.rmtree(folder)
+        raise KeyboardInterrupt
     if code:
         said = read_text(folder / "output.txt").strip().splitlines()[-SAID_LINES:]
         return Diagnosis(check, "\n".join([f"the run ended with code {code}", *said]), f"its folder is kept: {folder}")

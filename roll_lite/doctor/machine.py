@@ -85,7 +85,7 @@ def check_versions() -> Iterator[Diagnosis]:
             fits = requirement.specifier.contains(version, prereleases=True)
         except metadata.PackageNotFoundError:
             version, fits = ABSENT, False
-        if not fits and requirement.marker is None:  # with a marker it is an extra
+        if not (fits or requirement.marker):  # with a marker it is an extra
             yield Diagnosis(requirement.name, f"{version}, supported is {requirement.specifier or 'any'}", f"{INSTALL} '{requirement}'")
     yield Diagnosis("versions", ", ".join(f"{name} {version}" for name, version in installed().items()))
 
@@ -158,7 +158,7 @@ def check_space(run_folder: Path) -> Iterator[Diagnosis]:
 
 def check_ports(ports: Sequence[int] = PORTS) -> Iterator[Diagnosis]:
     taken = [str(port) for port in ports if not socket.socket().connect_ex(("127.0.0.1", port))]
-    yield Diagnosis("ports", f"taken: {', '.join(taken) or 'none'}", TAKEN if taken else "", "warning")
+    yield Diagnosis("ports", f"of {', '.join(map(str, ports))} taken: {', '.join(taken) or 'none'}", TAKEN if taken else "", "warning")
 
 
 def check_sandbox(walls: str = "namespaces") -> Iterator[Diagnosis]:

@@ -62,8 +62,9 @@ class NodeWorker(Worker):
 def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
     """Yield a table of the cluster's nodes, and the diagnoses of each and of the links between them."""
     with ray_session(RayConfig(address=address), None):
-        driver = ray.get_runtime_context().get_node_id()
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != driver)
+        alive = sorted(
+            (node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id()
+        )
         names = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
         facts = {names[node]: own for node, own in look_at(list(names), run_folder).items()}
         slots = [Slot(NodeAffinitySchedulingStrategy(node, soft=False)) for node in names]

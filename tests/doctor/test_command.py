@@ -67,13 +67,21 @@ def test_a_cluster_that_is_not_there(options: list[str], capsys: pytest.CaptureF
 
 
 def test_a_run_that_fails_is_told_in_its_own_words_and_its_folder_is_kept() -> None:
-    found = run_tiny("smoke vllm", None, "steps=-1")
+    found = run_tiny("smoke", "vllm", None, "steps=-1")
     folder = Path(found.remedy.rpartition(" ")[2])
     try:
         assert found.status == "fault" and found.value.startswith("the run ended with code 2\n") and "steps = -1" in found.value
         assert (folder / "output.txt").is_file()
     finally:
         shutil.rmtree(folder)
+
+
+def test_an_interrupted_run_ends_the_command_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "run_forwarding_signals", lambda *_, **__: 130)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny("smoke", "vllm", None)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

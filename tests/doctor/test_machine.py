@@ -125,7 +125,7 @@ def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         (found,) = check_ports([port])
-        assert found.status == "warning" and found.value == f"taken: {port}" and "another --port" in found.remedy
+        assert found.status == "warning" and found.value == f"of {port} taken: {port}" and "another --port" in found.remedy
     (found,) = check_ports([port])
     assert found.status == "ok"
 
