@@ -30,7 +30,7 @@ from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
 
 PORTS = 6379, 8265, 8700
 """Default ports of Ray's head node and dashboard, and of `roll-lite view`. A run of its own takes ports that the system chooses."""
-TAKEN = f"if that is another program, `ray start --head`, Ray's dashboard and `roll-lite view` (defaults: {PORTS}) need another --port"
+TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
 ABSENT = "not installed"
 INSTALL = "install the versions of a lock file (docs/environment.md), or pip install"
 NO_ENGINE = "install one engine (docs/environment.md); without any there is only mode=train_only"
