@@ -376,6 +376,7 @@ def _further_commands(commands: Any) -> None:
     recipes = sorted(path.name for path in STARTERS.iterdir())
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
+    _doctor_options(commands)
     _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
     command = commands.add_parser("import", help=help_text, description=help_text)
@@ -394,6 +395,30 @@ def _further_commands(commands: Any) -> None:
         if name == "view":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine only)")
             command.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
+
+
+def _doctor_options(commands: Any) -> None:
+    help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
+    command = commands.add_parser("doctor", help=help_text)
+    command.set_defaults(act=_doctor)
+    for option, text in (
+        ("--engines", "start each installed engine on the shipped tiny model too (half a minute each)"),
+        ("--smoke", "train two steps of the tiny model with each engine too (a minute each)"),
+        ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
+        ("--json", "print JSON"),
+    ):
+        command.add_argument(option, action="store_true", help=text)
+    text = "the cluster, host:port or auto (default: RAY_ADDRESS; with --nodes auto)"
+    command.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    try:
+        from roll_lite.doctor.command import answer
+
+        return answer(parsed)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _init(parsed: argparse.Namespace) -> int:

@@ -194,7 +194,9 @@ latest.symlink_to(folder)
 folder.joinpath("summary.json").write_text(json.dumps({"exit": "completed", "accuracy": {"overall": {"before": 0.25, "after": None}}}))
 sys.exit(3 if given["seed"] == "2" else 0)
 """
-    monkeypatch.setattr(sweep, "_run", lambda command: subprocess.run([sys.executable, "-c", program, *command[3:]]).returncode)
+    monkeypatch.setattr(
+        sweep, "run_forwarding_signals", lambda command: subprocess.run([sys.executable, "-c", program, *command[3:]]).returncode
+    )
     arguments = ["run", "-m", "-cn", "tiny_grpo", "seed=1,2", "algorithm.policy_loss=ppo,gspo", f"run_dir={tmp_path}"]
     assert main(arguments) == 3
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]

@@ -214,6 +214,11 @@ def launches_on_each_target(words: list[str]) -> None:
         assert _parser().parse_args(["launch", target, *words[3:]]).target == target
 
 
+def examines_machines(words: list[str]) -> None:
+    """Here and on hosts: tests/doctor."""
+    assert _parser().parse_args(words[1:]).command == "doctor"
+
+
 def plans_a_large_model(words: list[str]) -> None:
     """Small ones: tests/planning/test_plan.py. Here only options and configuration."""
     parsed = _parser().parse_args(words[1:])
@@ -246,6 +251,8 @@ ELSEWHERE = {
     'pip install "roll_lite[gym]"': names_an_extra,
     WORDLE: writes_data_of_verifiers,
     "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
+    "roll-lite doctor --smoke": examines_machines,
+    "roll-lite doctor --nodes": examines_machines,
     "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
     "roll-lite launch slurm|ray|k8s --config-name NAME": launches_on_each_target,
     **dict.fromkeys(

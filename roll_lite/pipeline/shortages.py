@@ -21,7 +21,7 @@ LEAST_SHARED = 16 << 20
 """Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
 
 
-def check_machine(_config: RunConfig) -> Iterator[Problem]:
+def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit to this one
     if 0 <= files < LEAST_FILES:
         yield Problem("ulimit -n", f"a run needs {LEAST_FILES} or more open files; raise the hard limit (ulimit -Hn 65536)", files)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.problems import hidden
@@ -33,7 +34,7 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
         sys.stderr.write(f"run {number} of {len(choices)}: {settings}\n")
         started = time.monotonic()
         before = _latest(choice.config)
-        codes.append(_run([*command, *choice.overrides]))
+        codes.append(run_forwarding_signals([*command, *choice.overrides]))
         folder = _latest(choice.config)
         end, accuracy = _summary(folder) if folder is not None and folder != before else ("did not start", "")
         seconds = f"{time.monotonic() - started:.0f}"
@@ -44,9 +45,9 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal."""
-    with subprocess.Popen(command) as process:
+def run_forwarding_signals(command: Sequence[str], **options: Any) -> int:
+    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal. `options`: of subprocess.Popen."""
+    with subprocess.Popen(command, **options) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             while True:

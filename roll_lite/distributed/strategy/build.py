@@ -39,6 +39,10 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
     return HfRewardStrategy(spec)
 
 
+ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
+"""Engine -> its installed version. NotInstalled without it, RuntimeError if the version is not supported."""
+
+
 @dataclass(frozen=True)
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]

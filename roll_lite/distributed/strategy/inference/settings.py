@@ -22,8 +22,13 @@ Range = tuple[str, str]
 """First supported and first unsupported later version."""
 
 
+class NotInstalled(RuntimeError):
+    pass
+
+
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first installed distribution. RuntimeError if it is unsupported or none is installed (`remedy`: advice)."""
+    """Return the version of the first installed distribution. NotInstalled if none is (`remedy`: advice), RuntimeError if it is
+    unsupported."""
     low, high = supported
     for name in distributions:
         try:
@@ -33,7 +38,7 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
         if not Version(low).release <= Version(version).release < Version(high).release:
             raise RuntimeError(f"{name} {version} is installed, roll_lite supports {distributions[0]} >={low},<{high}")
         return version
-    raise RuntimeError(f"strategy `{distributions[0]}` needs {remedy}")
+    raise NotInstalled(f"strategy `{distributions[0]}` needs {remedy}")
 
 
 @dataclass(frozen=True)
