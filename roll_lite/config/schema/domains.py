@@ -47,10 +47,10 @@ class DataConfig(Section):
     Your own `train` and `validation` then have the data set's columns. null: rows are read as they are."""
     validation_preset: str | None = None
     """Preset of `validation`, if it is another one."""
-    train: DataFiles
-    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or a data set of the hub:
-    hf://owner/name/configuration?split=train (docs/data.md). The files of a list are read in order. A mapping of paths to shares mixes the
-    files: each supplies its share of the prompts, however few rows it has."""
+    train: DataFiles | None = None
+    """Training prompts, for every mode but evaluate: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or a data
+    set of the hub: hf://owner/name/configuration?split=train (docs/data.md). The files of a list are read in order. A mapping of paths to
+    shares mixes the files: each supplies its share of the prompts, however few rows it has."""
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms; all are used, shares have no effect. null: none."""
     tag: str | None = None
@@ -68,8 +68,14 @@ class DataConfig(Section):
     epochs: PositiveInt | None = None
     """Maximum passes over `train`, each in a new order. After the last, other domains fill this domain's part of the batch; if none has
     prompts left, the run ends with an error. null: unlimited."""
-    report_by: str | None = None
-    """Column of held-out prompts, such as level or subject. Validation is also reported for each of its values (at most 50). null: none."""
+    report_by: str | list[str] | None = None
+    """Column of held-out prompts, or several. Validation is also reported for each of their values (at most 50 of each). null: those of
+    level and subject that the prompts have; []: none."""
+
+    @property
+    def reported(self) -> list[str]:
+        """Columns that `report_by` names."""
+        return [self.report_by] if isinstance(self.report_by, str) else list(dict.fromkeys(self.report_by or ()))
 
     def preset_of(self, split: str) -> str | None:
         return self.preset if split == "train" else self.validation_preset or self.preset
