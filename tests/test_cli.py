@@ -101,7 +101,7 @@ def test_several_models_are_evaluated_one_after_the_other(capsys: pytest.Capture
     ("arguments", "message"),
     [
         ([], "model.path: has to be given"),
-        (["examples/models/tiny"], "domains.gsm8k.template.name = \"chat\": the tokenizer in"),
+        (["examples/models/tiny"], 'domains.gsm8k.template.name = "chat": the tokenizer in'),
         (["examples/models/none", "--data", "gsm8"], "no such preset; did you mean 'gsm8k'?"),
         (["x", "--data", "hf://acme/sums/main?split=test", "--data", "hf://acme/sums?split=dev"], "domains.sums_1.reward: is needed"),
     ],
