@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from math import comb
@@ -15,6 +16,15 @@ NO_ANSWER, READS_NONE = -1, -2
 def every_k(most: int) -> list[int]:
     """Return the k to report: `most` and the powers of two below, except 1 (pass@1 is the mean)."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
+
+
+def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
+    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. With equally many samples of each prompt it is the
+    standard deviation of the prompts' means, divided by the root of their number."""
+    _, number = np.unique(prompts, return_inverse=True)
+    deviations = np.bincount(number, weights=correct - correct.mean())
+    count = len(deviations)
+    return math.sqrt(count / (count - 1) * float(np.square(deviations).sum())) / len(correct) if count > 1 else math.nan
 
 
 class SampledPrompts:

@@ -151,7 +151,8 @@ class LongestRequest:
 
 def requests(config: RunConfig) -> Iterator[LongestRequest]:
     for name, domain in config.domains.items():
-        yield LongestRequest(name, domain.sampling, f"domains.{name}.sampling.max_tokens")
+        if domain.data.train is not None or domain.data.validation is None:
+            yield LongestRequest(name, domain.sampling, f"domains.{name}.sampling.max_tokens")
         if config.validation.enabled and domain.data.validation is not None:
             yield LongestRequest(name, held_out_sampling(config, domain), held_out_path(config, name, "max_tokens"))
 
@@ -238,11 +239,11 @@ def generates(config: RunConfig) -> bool:
 
 
 def trains(config: RunConfig) -> bool:
-    return config.mode != "rollout_only"
+    return config.mode in ("full", "train_only")
 
 
 def validates(config: RunConfig) -> bool:
-    return config.validation.enabled and config.mode == "full"
+    return config.validation.enabled and config.mode in ("full", "evaluate")
 
 
 def generates_ahead(config: RunConfig) -> bool:

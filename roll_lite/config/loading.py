@@ -10,6 +10,7 @@ from roll_lite.config.checks.across import Check, check
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
 from roll_lite.config.compose.overrides import is_sweep
+from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.schema.run import RunConfig
@@ -46,6 +47,8 @@ def load_config(
     if (wrong := _no_such_config(name, folder)) is not None:
         raise ConfigError(name, [wrong])
     composed = compose(name, folder, overrides, may_be_left_out=not files)
+    if composed.data.get("mode") == "evaluate":
+        composed = without_training(composed)
     for line in composed.hidden:
         tell(line)
     with online(tell) if files else nullcontext():

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numbers, model_parallel_size, roles
+from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numbers, model_parallel_size, roles, trains
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind, startable
 from roll_lite.config.placement import engines, nodes_of_engine, ranges
@@ -17,7 +17,7 @@ LEGEND = "(...): there, but idle. 1., 2.: one after the other. all: weights, gra
 def draw(config: RunConfig) -> str:
     by_role, placement, engine = roles(config), config.placement, config.actor_infer
     numbers = {name: frozenset(device_numbers(role.devices)) for name, role in by_role.items()}
-    of_mode = {"rollout_only": (Phase.GENERATE,), "train_only": (Phase.LOG_PROBS, Phase.TRAIN)}.get(config.mode, tuple(PHASES))
+    of_mode = (Phase.LOG_PROBS, Phase.TRAIN) if config.mode == "train_only" else tuple(PHASES) if trains(config) else (Phase.GENERATE,)
     phases = [phase for phase, presence in PHASES.items() if presence.of_step and phase in of_mode]
     cells = {phase: _column(config, phase, by_role) for phase in phases}
     rows = []

@@ -55,7 +55,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
-    given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
+    given = {split: files for split, files in (("train", data.train), ("validation", data.validation)) if files is not None}
     for split, files in given.items():
         for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
             yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
@@ -77,8 +77,8 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Refuse a training folder that contains validation files. The same path for both is allowed."""
-    held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
-    for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
+    train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
+    for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
             message = f"the folder holds {', '.join(shared)}, which data.validation names: held-out rows would train; list the files"
             yield Problem(f"{path}.data.train", message, str(folder))
@@ -105,8 +105,8 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
         columns.append(_Column(setting, answer, lambda row: answer_of(row, answer, setting)))
     if (tag := data.tag) is not None:
         columns.append(_Column(f"{path}.data.tag", tag, lambda row: tag_of(row, tag)))
-    if split == "validation" and (report_by := data.report_by) is not None:
-        columns.append(_Column(f"{path}.data.report_by", report_by, lambda row: reported_value(row, report_by)))
+    if split == "validation":
+        columns += [_Column(f"{path}.data.report_by", name, partial(reported_value, column=name)) for name in data.reported]
     if split == "train" and (weight := data.weight) is not None:
         columns.append(_Column(f"{path}.data.weight", weight, lambda row: weight_of(row, weight)))
     if split == "train" and (difficulty := data.filter.difficulty) is not None:

@@ -277,7 +277,7 @@ class Starter:
             config.deterministic,
             engine_slots=strategy.max_running_requests,
             samples_folder=samples,
-            dumps=self.dumps() if config.rollout.dump or not trains(config) else None,
+            dumps=self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None,
             greedy_baseline=greedy,
             reward_models=config.reward_models,
             steps=config.steps,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from ray.exceptions import RayError
 
-from roll_lite.algorithms.at_k import AT_K, SampledPrompts, every_k
+from roll_lite.algorithms.at_k import AT_K, SampledPrompts, accuracy_error, every_k
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
 from roll_lite.config.checks.algorithm import compares_groups
@@ -33,7 +33,17 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
-from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
+from roll_lite.observability.report import (
+    OVERALL,
+    Accuracy,
+    BeforeAfter,
+    LivePicture,
+    Results,
+    accuracy_change,
+    held_out_change,
+    write_evaluation,
+    write_summary,
+)
 from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
 from roll_lite.observability.timers import STEP, Span, StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
@@ -93,6 +103,8 @@ class Journal:
         self._picture = LivePicture(self._draw)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
+        self._evaluation: Results | None = None
+        """Result of `mode: evaluate`."""
         self._shaped: DataProto | None = None
 
     def connect(self) -> None:
@@ -484,9 +496,13 @@ class Journal:
             sums.add("validation/version_min", float(rows.tensor("min_version").min()))
             sums.add("validation/version_max", float(rows.tensor("max_version").max()))
         sums.add("validation/seconds", stats.wall_s)
+        sums.add("validation/tokens_per_second", stats.response_tokens / max(stats.wall_s, 1e-9))
         metrics = sums.values()
         self._note(step, metrics)
-        self.console.validation(step, metrics)
+        if self._config.mode == "evaluate":
+            self._evaluation = write_evaluation(self.folder, self._config.model.path, metrics)
+        else:
+            self.console.validation(step, metrics)
         self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl")
 
     def close(self, exit_state: str) -> None:
@@ -501,11 +517,15 @@ class Journal:
             write_report(self.folder)
         except Exception as error:  # the run is complete without the report
             self.console.message(f"report.html cannot be written: {type(error).__name__}: {error}")
-        self.console.finish(accuracy, held_out, self.health.findings.values())
+        if self._evaluation is None:
+            self.console.finish(accuracy, held_out, self.health.findings.values())
+        else:
+            self.console.evaluation(self._evaluation)
         for (place, _), (times, first) in self._told.items():
             if times > 1:
                 self.console.message(f"{place}: {times} times as the first time: {first}")
-        self.console.closing_line(self._steps, self._first, self.timers.wall()["total"], self.folder)
+        steps = self._steps if self._evaluation is None else None
+        self.console.closing_line(steps, self._first, self.timers.wall()["total"], self.folder)
         self._trackers.close(exit_state)
 
     # ---------------------------------------------------------------- summary and picture
@@ -549,19 +569,30 @@ def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))
+    if len(rows):
+        error = accuracy_error(rows.tensor("group").numpy(), rows.tensor("correct").double().numpy())
+        sums.add("validation/accuracy_error", error, label=NO_DOMAIN)
     return sums
 
 
 def _held_out_domain(sums: MetricSums, rows: DataProto, samples_per_prompt: int, domain: str) -> None:
     correct, scores = rows.tensor("correct").double().numpy(), rows.tensor("score").double().numpy()
-    means = {"accuracy": correct, "reward": scores, "response_tokens": rows.tensor("response_length").double().numpy()}
-    sampled = SampledPrompts(rows.tensor("group").numpy(), correct, scores, rows.tensor("answer").numpy())
+    lengths, truncated = rows.tensor("response_length").double().numpy(), rows.objects("finish_reason") == FinishReason.LENGTH
+    means = {"accuracy": correct, "reward": scores, "response_tokens": lengths, "truncated": truncated}
+    prompts = rows.tensor("group").numpy()
+    sampled = SampledPrompts(prompts, correct, scores, rows.tensor("answer").numpy())
     worths = {f"{name}@{k}": of(sampled, k) for k in every_k(samples_per_prompt) for name, of in AT_K.items()}
-    numbers: dict[str, int] = {}
-    part = np.array([numbers.setdefault(name, len(numbers)) for name in rows.objects("part").tolist()])
-    everything = np.ones(len(rows), dtype=bool)
-    for name, of_samples in [("", everything), *((name, part == number) for name, number in numbers.items() if name)]:
+    parts: dict[str, list[int]] = {"": list(range(len(rows)))}
+    for row, names in enumerate(rows.objects("parts")):
+        for name in names:
+            parts.setdefault(name, []).append(row)
+    for name, own in sorted(parts.items()):
+        of_samples = np.zeros(len(rows), dtype=bool)
+        of_samples[own] = True
         of_prompts = of_samples[sampled.first]
+        sums.add("validation/prompts", int(of_prompts.sum()), label=domain, part=name)
+        sums.add("validation/samples", len(own), label=domain, part=name)
+        sums.add("validation/accuracy_error", accuracy_error(prompts[own], correct[own]), label=domain, part=name)
         measured = {metric: values[of_samples] for metric, values in means.items()}
         measured |= {metric: values[of_prompts & ~np.isnan(values)] for metric, values in worths.items()}
         for metric, values in measured.items():

@@ -91,6 +91,8 @@ class RLVRPipeline:
         self.recovery.begin(self.state_dict())
         if not self.checkpoints.goes_on or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
+        if self.config.mode == "evaluate":
+            return
         with self.checkpoints.finished(), faults(self.config.chaos, self.journal.console.message):
             try:
                 self.train_and_export()

@@ -15,7 +15,7 @@ from typing import Any
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.problems import hidden
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.observability.report import OVERALL, SUMMARY_FILE
+from roll_lite.observability.report import EVALUATION_FILE, OVERALL, SUMMARY_FILE
 
 INTERRUPTED, PREEMPTED = 130, 75
 
@@ -70,5 +70,6 @@ def _summary(folder: Path) -> tuple[str, str]:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "no summary", ""
-    shares = [summary["accuracy"][OVERALL][when] for when in ("before", "after")]
+    times = ("before",) if (folder / EVALUATION_FILE).exists() else ("before", "after")
+    shares = [summary["accuracy"][OVERALL][when] for when in times]
     return str(summary["exit"]), " -> ".join("?" if share is None else f"{share:.1%}" for share in shares)

@@ -42,9 +42,11 @@ from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import EpisodeRewards, RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import (
+    NONE,
     DumpSpec,
     held_out_rows,
     ledger_text,
+    reported_columns,
     rows_of,
     stored_blocks,
     tokens_of,
@@ -248,7 +250,9 @@ class RolloutWorker(AsyncWorker):
         return [self._load_domain(name, config, tokenizer) for name, config in self._spec.domains.items()]
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
-        prompts = self._load_prompts(name, config, "train", tokenizer)
+        given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
+        loaded = {split: self._load_prompts(name, config, split, tokenizer) for split in given}
+        prompts = loaded[given[0]]  # held-out ones, if nothing trains
         for setting, path in self._spec.trained_embeddings.items():
             self._data_notes += zero_embeddings(setting, path, prompts.distinct_ids(), f"prompts of domain {name} contain them", tokenizer)
         files, seed = config.data.train, self._spec.seed
@@ -262,7 +266,7 @@ class RolloutWorker(AsyncWorker):
             share=config.share,
             rewards=self._pools[name],
             reward_retries=config.reward.retries,
-            validation=self._load_prompts(name, config, "validation", tokenizer) if config.data.validation else None,
+            validation=loaded.get("validation"),
             greedy_baseline=self._spec.greedy_baseline,
             filter=filter_of(self._spec.rollout.filter),
             epochs=config.data.epochs,
@@ -346,17 +350,21 @@ class RolloutWorker(AsyncWorker):
         """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
-        await self._write(self._samples_file("validation", step, result.groups))
+        columns = reported_columns(result.groups, self._spec.domains)
+        await self._write(self._samples_file("validation", step, result.groups, columns))
         temperatures = {name: one.temperature for name, one in sampling.items()}
-        report_by = {name: domain.data.report_by for name, domain in self._spec.domains.items()}
-        return held_out_rows(accepted(result.groups), temperatures, report_by), result.stats
+        return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
 
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
-    def _samples_file(self, kind: str, step: int, groups: list[SampleGroup]) -> list[Callable[[], None]]:
+    def _samples_file(
+        self, kind: str, step: int, groups: list[SampleGroup], columns: Mapping[str, Sequence[str]] = NONE
+    ) -> list[Callable[[], None]]:
         folder = self._spec.samples_folder
-        return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
+        if folder is None:
+            return []
+        return [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset(), columns)]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
 

@@ -142,8 +142,11 @@ def _validation_sampling(config: RunConfig) -> Mistakes:
 
 def _validation_has_data(config: RunConfig) -> Mistakes:
     if validates(config) and all(domain.data.validation is None for domain in config.domains.values()):
-        remedy = f"set domains.{next(iter(config.domains))}.data.validation, or validation.enabled: false"
-        yield "validation.enabled", f"no domain has held-out prompts; {remedy}"
+        data = f"domains.{next(iter(config.domains))}.data.validation"
+        if config.mode == "evaluate":
+            yield data, "mode: evaluate needs held-out prompts; name their file, or a data set of the hub"
+        else:
+            yield "validation.enabled", f"no domain has held-out prompts; set {data}, or validation.enabled: false"
 
 
 def _trackers(config: RunConfig) -> Iterator[Mistake]:

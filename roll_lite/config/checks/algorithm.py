@@ -54,7 +54,7 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 def _turn_rewards(config: RunConfig) -> Mistakes:
     algorithm = config.algorithm
-    for name in [name for name, domain in config.domains.items() if rewards_turns(domain)]:
+    for name in [name for name, domain in config.domains.items() if rewards_turns(domain) and config.mode != "evaluate"]:
         path = f"domains.{name}.environment.rewards"
         if config.domains[name].reward.name != ENVIRONMENT_REWARD or config.domains[name].reward.terms:
             yield path, "needs the environment's rewards as the score, without a reward or terms of the domain; leave those out, or use sum"

@@ -45,8 +45,8 @@ class DataConfig(Section):
     need its columns."""
     validation_preset: str | None = None
     """Preset for held-out prompts, if different."""
-    train: DataFiles
-    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
+    train: DataFiles | None = None
+    """Training prompts, for every mode but evaluate: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
     hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to their shares of the
     prompts."""
     validation: DataFiles | None = None
@@ -65,8 +65,14 @@ class DataConfig(Section):
     """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
     """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of batches."""
-    report_by: str | None = None
-    """Column of held-out prompts, such as level. Validation is also reported for each of its values (at most 50)."""
+    report_by: str | list[str] | None = None
+    """Column or columns of held-out prompts. Validation is also reported for each of their values (at most 50 of each). null: those of
+    level and subject that the prompts have; []: none."""
+
+    @property
+    def reported(self) -> list[str]:
+        """Columns that `report_by` names."""
+        return [self.report_by] if isinstance(self.report_by, str) else list(dict.fromkeys(self.report_by or ()))
 
     def preset_of(self, split: str) -> str | None:
         return self.preset if split == "train" else self.validation_preset or self.preset

@@ -232,9 +232,9 @@ class RunConfig(Section):
     """Generate the same samples in every run, resumed or not. Needs CPUs and `rollout.supply: sync`."""
     steps: PositiveInt = 100
     """Training steps, or batches with `mode: rollout_only`."""
-    mode: Literal["full", "rollout_only", "train_only"] = "full"
+    mode: Literal["full", "rollout_only", "train_only", "evaluate"] = "full"
     """full: generate and train. rollout_only: generate, score and dump with the initial model. train_only: train on a past run's dumps
-    (`replay.path`)."""
+    (`replay.path`). evaluate: validate the model once; settings of training have no effect (docs/evaluate.md)."""
     model: ModelConfig
     """Model to train."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
@@ -284,6 +284,12 @@ class RunConfig(Section):
     def _profiled(self) -> Mistakes:
         if max(self.profile.steps, default=0) > self.steps:
             yield "profile.steps", f"the run ends after step {self.steps}; name steps from 1 to {self.steps}"
+
+    @rule
+    def _training_prompts(self) -> Mistakes:
+        for name, domain in self.domains.items():
+            if domain.data.train is None and self.mode != "evaluate":
+                yield f"domains.{name}.data.train", "there is nothing to train on; name a file, or a data set of the hub"
 
     @rule
     def _dumps(self) -> Mistakes:

@@ -51,6 +51,7 @@ class Run:
             "summary": _json_file(self.folder / SUMMARY_FILE),
             "domains": list(config.get("domains", {})),
             "steps_planned": config.get("steps"),
+            "evaluates": config.get("mode") == "evaluate",
             "steps": [step for step, record in records.items() if "time/step" in record],
             "metrics": sorted({name for record in records.values() for name in record}),
         }
