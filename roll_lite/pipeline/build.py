@@ -250,7 +250,7 @@ class Starter:
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))
         further = max(0, (role.most_replicas or 0) - len(slots))
-        spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), first=len(slots))
+        spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), initial_ranks=len(slots))
         joining = None
         if further:
             drivers = View(None, {reader: reader.files() for reader in readers(self.config) if "actor_infer" in reader.roles})

@@ -135,7 +135,7 @@ class LiveRollouts(BatchSource):
         try:
             batch = self._complete(self._batch, f"step {step}", poll_all)
         except Exception as error:
-            if not (isinstance(error, RankFailed) and error.is_loss):
+            if not (isinstance(error, RankFailed) and error.retryable):
                 with suppress(Exception):  # the batch's failure counts
                     self.end_ledger()
             raise
@@ -161,7 +161,7 @@ class LiveRollouts(BatchSource):
             try:
                 result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
-                if failure.role == self.rollouts.name and failure.is_loss:
+                if failure.role == self.rollouts.name and failure.retryable:
                     self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
                 if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
                     raise lost or failure from None

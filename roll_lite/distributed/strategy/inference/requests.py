@@ -14,11 +14,11 @@ from roll_lite.data.samples import GenerationRequest
 from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
-SEAM = "roll_lite_seam"
+STOP_OVERLAP = "roll_lite_stop_overlap"
 """Request argument: number of last prompt tokens of a resumed request in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Allowance in `seam_tokens` for tokens without text: special tokens and partial characters."""
+"""Allowance in `stop_overlap_tokens` for tokens without text: special tokens and partial characters."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
 """New tokens are reported at every fifth poll; a dead engine loses the rest."""
@@ -75,7 +75,7 @@ class ProgressReports:
                 flight.report(progress)
 
 
-def seam_tokens(request: GenerationRequest) -> int:
+def stop_overlap_tokens(request: GenerationRequest) -> int:
     """Number of last prompt tokens, part of the response, in which a stop string may begin."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
-from roll_lite.distributed.strategy.inference.requests import SEAM, chosen_experts, seam_tokens
+from roll_lite.distributed.strategy.inference.requests import STOP_OVERLAP, chosen_experts, stop_overlap_tokens
 from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "no_stop_trim": True,
-            "custom_params": {SEAM: seam} if (seam := seam_tokens(request)) else None,
+            "custom_params": {STOP_OVERLAP: overlap} if (overlap := stop_overlap_tokens(request)) else None,
         },
         return_logprob=True,
         return_sampling_mask=reports_survivors(request),
@@ -127,9 +127,9 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 class StopText:
     """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last; special tokens have no text."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
-        """`seam`: number of last prompt tokens that belong to a resumed response."""
-        begin = len(prompt_ids) - seam
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], overlap: int = 0) -> None:
+        """`overlap`: number of last prompt tokens that belong to a resumed response."""
+        begin = len(prompt_ids) - overlap
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
@@ -139,7 +139,7 @@ class StopText:
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
-        self.tokens = -seam
+        self.tokens = -overlap
         """Tokens generated so far; negative while earlier tokens of a resumed response are added."""
         for token in prompt_ids[begin:]:
             self.next(token)
