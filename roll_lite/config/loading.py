@@ -48,7 +48,7 @@ def load_config(
     if (wrong := _no_such_config(name, folder)) is not None:
         raise ConfigError(name, [wrong])
     composed = compose(name, folder, overrides, may_be_left_out=not files)
-    for line in composed.hidden:
+    for line in composed.replaced_files:
         tell(line)
     with online(tell) if files else nullcontext():
         valid, refused = validate(composed.data, composed.broken)

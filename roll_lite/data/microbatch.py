@@ -114,7 +114,7 @@ class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
     """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty."""
-    token_multiple: int = 1
+    tokens_divisor: int = 1
 
     @staticmethod
     def of(

@@ -17,13 +17,13 @@ from roll_lite.config.arithmetic import (
     TRAINING_ROLES,
     actor_is_reference,
     adapters_of_engines,
+    engine_offload,
     extra_token_columns,
     generates,
     infer_dtype,
     max_model_len,
     model_parallel_size,
     roles,
-    sleep_of_engines,
     trains,
     updates,
 )
@@ -208,7 +208,7 @@ class Starter:
                 model_parallel_size(role),
                 infer_dtype(config),
                 role.strategy.expert_parallel,
-                sleep_of_engines(config) == "without_copy",
+                engine_offload(config) == "without_copy",
             )
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
             weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
@@ -245,7 +245,7 @@ class Starter:
             columns=extra_token_columns(self.config),
             sharers=role.replicas_per_device,
             lora=adapters_of_engines(self.config),
-            sleep=sleep_of_engines(self.config),
+            sleep=engine_offload(self.config),
         )
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from roll_lite.config.arithmetic import device_numbers, infer_dtype, model_parallel_size, roles, sleep_of_engines
+from roll_lite.config.arithmetic import device_numbers, engine_offload, infer_dtype, model_parallel_size, roles
 from roll_lite.config.checks.gpu_only import gpu_notes
-from roll_lite.config.checks.layout import is_elsewhere, model_folder, sharing_notes
+from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
@@ -80,7 +80,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
             continue
         ranks, per_shard, average = len(device_numbers(role.devices)), 0, 0
         if isinstance(role, InferRoleConfig):
-            dtype, stays = infer_dtype(config), sleep_of_engines(config) != "with_copy"
+            dtype, stays = infer_dtype(config), engine_offload(config) != "with_copy"
             ranks *= role.replicas_per_device
             expert_ranks = other_ranks = model_parallel_size(role)
         else:
@@ -113,7 +113,9 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     try:
         for name, size in host_bytes(config).items():
             devices = device_numbers(roles(config)[name].devices)
-            most = max(Counter(number // nodes.devices_per_node for number in devices).values()) if is_elsewhere(config) else len(devices)
+            most = (
+                max(Counter(number // nodes.devices_per_node for number in devices).values()) if runs_on_cluster(config) else len(devices)
+            )
             found[name] = size * most / len(devices) / GIB
     except ValueError:  # unreadable model, reported elsewhere
         return []
@@ -123,7 +125,7 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     told = ", ".join(f"{name} {size:.0f}" for name, size in found.items() if size)
     note = f"a node needs about {needed:.0f} GiB of host memory for what is offloaded or kept there ({told})"
     there = psutil.virtual_memory().total / GIB
-    if is_elsewhere(config) or needed < there:
+    if runs_on_cluster(config) or needed < there:
         return [note]
     return [f"{note}, and this machine has {there:.0f} GiB; use offload: false or more devices, or fewer data-parallel copies"]
 

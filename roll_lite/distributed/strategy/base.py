@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from roll_lite.config.arithmetic import Sleep
+from roll_lite.config.arithmetic import EngineOffload
 from roll_lite.config.schema.models import (
     HfStrategyConfig,
     InferStrategyConfig,
@@ -312,7 +312,7 @@ class EngineSpec:
     """Number of engine replicas that share this engine's device."""
     lora: LoraConfig | None = None
     """LoRA settings if weight updates send only adapters."""
-    sleep: Sleep = "with_copy"
+    sleep: EngineOffload = "with_copy"
 
     @property
     def reports_experts(self) -> bool:

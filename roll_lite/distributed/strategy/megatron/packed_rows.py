@@ -120,10 +120,10 @@ class ContextCut:
 
 
 def packed(
-    ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
+    ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row pads to a multiple of `token_multiple`."""
-    missing = -len(ids) % token_multiple if len(ids) else token_multiple
+    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row pads to a multiple of `tokens_divisor`."""
+    missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])
     cut = ContextCut(len(ids), rank, ranks)
