@@ -126,7 +126,7 @@ with ray_session(RayConfig(), None):
     (there,) = (node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
     engine = Engine.options(scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote()
     kept = []
-    Collected.lying_in = lambda self, blocks: kept.extend(blocks) or self
+    Collected.with_blocks = lambda self, blocks: kept.extend(blocks) or self
     asyncio.run(RemoteEngine("e", engine)._collect())
     time.sleep(2)
     engine.lose_the_node.remote()
