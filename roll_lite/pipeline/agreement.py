@@ -39,7 +39,7 @@ FACTOR, STALE_FACTOR = 5.0, 10.0
 """Multiple of the usual log-prob difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison: single tokens differ much in bfloat16."""
-LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
+LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Number of earlier steps that define the usual difference: minimum, minimum for samples of older weights, maximum."""
 Age = tuple[int, int]
 """Age of a sample: updates since the weights of its oldest token, and since those of its newest."""
@@ -155,7 +155,7 @@ class Agreement:
                         version,
                     )
         past.append(_mean(engines.values()))
-        del past[:-REMEMBERED]
+        del past[:-MOST_STEPS]
 
     def _say_what_is_missing(self, any_told: bool) -> None:
         has_said, self._has_said = self._has_said, True

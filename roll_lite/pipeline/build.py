@@ -81,10 +81,10 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     start = Starter(config, folder, session)
     session.other_nodes.extend(compare_nodes(start.placement, folder, journal.console.message))
     check_cuts(config.chaos, session.other_nodes)
-    if apart := check_nodes(config, folder, start.placement):
+    if nodes_without_run_folder := check_nodes(config, folder, start.placement):
         journal.console.message(
-            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers and the model come at the end, the driver writes "
-            "the batches"
+            f"run_dir: {', '.join(nodes_without_run_folder)} do not share {folder}: logs of their workers and the model come at the end, "
+            "the driver writes the batches"
         )
     models = start.models()
     live = start.live(models, journal) if generates(config) else None
@@ -92,13 +92,15 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     initialize_all(models.all, live)
     for line in [*start.notes(), *(live.notes() if live is not None else [])]:
         journal.console.message(line)
-    batch_files = BatchFiles(config, folder, apart)
+    batch_files = BatchFiles(config, folder, nodes_without_run_folder)
     batch_files.keep_start(models)
     supervised, notes = supervised_rows(config)
     for line in notes:
         journal.console.message(line)
-    traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, apart)
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised, traces)
+    traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, nodes_without_run_folder)
+    return RLVRPipeline(
+        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised, traces
+    )
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:

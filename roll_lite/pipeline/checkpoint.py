@@ -69,10 +69,10 @@ class Unfinished:
 
 
 class Checkpoints:
-    def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
-        """Nodes in `apart` (addresses) do not share the run folder."""
+    def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
+        """`nodes_without_run_folder`: addresses of nodes that do not share it."""
         self._config = config
-        self._apart = apart
+        self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
         self._home = folder_of_checkpoints(config, run_folder)
         self._in_store = not is_local(self._home)
@@ -371,7 +371,7 @@ class Checkpoints:
     def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
         folder = (self._run_folder / name).resolve()
         written = model.ranks.all(ModelWorker.save_hf, folder, average)
-        model.bring_home(folder, written, self._apart)
+        model.bring_home(folder, written, self._nodes_without_run_folder)
         expect_files(folder, {file: size for own in written for file, size in own.items()}, role)
         return folder
 

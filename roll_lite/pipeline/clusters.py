@@ -132,9 +132,9 @@ class Engines(Movable):
     def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
         return self.replicas.start_each(InferWorker.offload, parts)
 
-    def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the parts that the phase needs inside the block. `beside`: models to load too."""
-        return loaded(self, self.parts(phase), beside)
+    def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
+        """Load the parts that the phase needs and models `also_loaded` inside the block."""
+        return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
         return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
@@ -194,9 +194,9 @@ def lengths(rows: DataProto) -> torch.Tensor:
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
-def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize resident models in parallel with the calls of `beside`; then initialize and offload the other models one by one."""
-    gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *beside())
+def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
+    """Initialize resident models in parallel with the calls of `start_others`; then initialize and offload the other models one by one."""
+    gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
             model.ranks.all(ModelWorker.initialize)
@@ -221,14 +221,14 @@ class DeviceTurn(Generic[R]):
 
 
 @contextmanager
-def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role inside the block, and offload them even after a failure. `beside`: roles loaded too, offloaded here only
+def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
+    """Load parts of a role inside the block, and offload them even after a failure. `also_loaded`: other roles, offloaded here only
     after a failure."""
     try:
-        gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
+        gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
     except BaseException:
-        for one, its in [(role, parts), *beside]:
+        for one, its in [(role, parts), *also_loaded]:
             _abandon([one], its)
         raise
     if role.offloads:

@@ -116,7 +116,7 @@ class LiveRollouts(BatchSource):
             self.restarts.living(tuple(EngineMemory))  # started replacements get this version
         # `WeightSync` loads the sender again, without effect, and offloads it before the KV cache is loaded.
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
-        return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
+        return self.engines.loaded(phase, also_loaded=[] if sender is None else [(sender, states(phase))])
 
     def sync(self, version: int) -> Pushed | None:
         pushed = self.weights.push(version) if self.weights is not None else None
