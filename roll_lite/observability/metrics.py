@@ -21,7 +21,7 @@ def metric_of(name: str) -> Metric:
 
 Series = tuple[str, str | None]
 
-NO_DOMAIN = ""
+ALL_DOMAINS = ""
 """Label of values over all domains."""
 
 
@@ -40,10 +40,10 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value; for means, a sum over `count` items. `label`: domain, phase or role, as the metric's `by` demands; NO_DOMAIN for a
+        """Add a value; for means, a sum over `count` items. `label`: domain, phase or role, as the metric's `by` demands; ALL_DOMAINS for a
         value over all domains. `part`: reward term or subset of the domain's samples; add the whole domain's value in a separate call."""
         metric = metric_of(name)
-        if label == NO_DOMAIN and metric.by == "domain":
+        if label == ALL_DOMAINS and metric.by == "domain":
             self._put((name, None), float(value), count)
             return
         if (label is None) != (metric.by is None):
@@ -57,15 +57,15 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add a loss function's sums for one optimizer step, with the number of items of each mean (`Metric.count`). `<name>#<number>` is
+        """Add a loss function's sums for one optimizer step, with each mean's `Metric.denominators`. `<name>#<number>` is
         the sum for `domains[number]`; domains without rows are left out."""
         for key, value in sums.items():
             name, mark, number = key.partition("#")
             metric = metric_of(name)
             label = domains[int(number)] if mark else None
-            if metric.count:
-                holder = next((f"{count}{mark}{number}" for count in metric.count if f"{count}{mark}{number}" in sums), None)
-                assert holder is not None, f"{key} came without its count: one of {metric.count}"
+            if metric.denominators:
+                holder = next((f"{count}{mark}{number}" for count in metric.denominators if f"{count}{mark}{number}" in sums), None)
+                assert holder is not None, f"{key} came without its count: one of {metric.denominators}"
                 if sums[holder] > 0:
                     self.add(name, value, sums[holder], label=label)
             else:
