@@ -104,7 +104,7 @@ class Model(Movable, Generic[W]):
         return [TrainShare(shard, own) for shard, own in zip(shards, spreads, strict=True)]
 
     def _costs(self, batch: Batch) -> np.ndarray:
-        return row_costs(lengths(batch.rows).numpy(), self.ranks.layouts[0].attention_par)
+        return row_costs(lengths(batch.rows).numpy(), self.ranks.layouts[0].attention_parity_tokens)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
         return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)

@@ -120,7 +120,7 @@ def test_costs_decide_what_goes_together() -> None:
     """By tokens 6 + 2 and 4 + 4 are equal; where a row costs its square, the last one goes where 32 are instead of to the 36."""
     lengths = torch.tensor([6, 4, 4, 2])
     assert [part.tolist() for part in TokenBudget(10).cut(lengths)] == [[0, 3], [1, 2]]
-    assert [part.tolist() for part in TokenBudget(10, attention_par=1e-6).cut(lengths)] == [[0], [1, 2, 3]]
+    assert [part.tolist() for part in TokenBudget(10, attention_parity_tokens=1e-6).cut(lengths)] == [[0], [1, 2, 3]]
 
 
 @properties

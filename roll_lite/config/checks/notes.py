@@ -25,7 +25,7 @@ from roll_lite.config.schema.models import (
     TrainRoleConfig,
 )
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.hub import lacks_weights, written
+from roll_lite.hub import config_notation, lacks_weights
 from roll_lite.models.hf_config import read_hf_config, read_model_shape
 from roll_lite.models.model_files import weight_shapes
 
@@ -132,7 +132,10 @@ def host_memory_notes(config: RunConfig) -> list[str]:
 
 def hub_notes(config: RunConfig) -> list[str]:
     missing = {folder: name for name, role in roles(config).items() if lacks_weights(folder := model_folder(config, role))}
-    return [f"{name}: the weights of {written(folder)} are downloaded, and checked, when a run starts" for folder, name in missing.items()]
+    return [
+        f"{name}: the weights of {config_notation(folder)} are downloaded, and checked, when a run starts"
+        for folder, name in missing.items()
+    ]
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:

@@ -47,7 +47,7 @@ class RankLayout:
     pipeline_rank: int
     context_rank: int
     is_head: bool
-    attention_par: float = inf
+    attention_parity_tokens: float = inf
     """Row length in tokens at which attention costs as much as the rest of the model."""
 
     @staticmethod

@@ -78,7 +78,7 @@ class ProgressReports:
 def stop_overlap_tokens(request: GenerationRequest) -> int:
     """Number of last prompt tokens, part of the response, in which a stop string may begin."""
     longest = max(map(len, request.sampling.stop), default=0)
-    return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
+    return min(request.resumed_tokens, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:

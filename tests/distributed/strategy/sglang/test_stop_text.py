@@ -77,7 +77,7 @@ def test_vllm_finds_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
         length = chance.randrange(len(response) if expected is None else expected)
         so_far, rest = [*prompt, *response[:length]], response[length:]
         sampling = Sampling(1.0, 100, min_tokens=max(0, least - length), stop=tuple(stops))
-        overlap = stop_overlap_tokens(GenerationRequest("r", tuple(so_far), sampling, resumed=length))
+        overlap = stop_overlap_tokens(GenerationRequest("r", tuple(so_far), sampling, resumed_tokens=length))
         parameters.min_tokens = sampling.min_tokens
         if overlap:
             request = SimpleNamespace(sampling_params=parameters, prompt_token_ids=so_far, request_id="r")
