@@ -366,18 +366,16 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
     for name, role in by_role.items():
         if isinstance(role, ForwardRoleConfig):
             ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
-            longest, multiples = (
-                longest_sequence(config),
-                (micro_batch_tokens_divisor(role.strategy), micro_batch_count_divisor(role.strategy)),
-            )
+            longest = longest_sequence(config)
+            divisors = micro_batch_tokens_divisor(role.strategy), micro_batch_count_divisor(role.strategy)
             budget = role.micro_batch_tokens, role.micro_batch_size
             if name != "actor_train" or actor_gives_log_probs(config):
-                yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *multiples)
+                yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *divisors)
             if isinstance(role, TrainRoleConfig):
                 mini_batch = ceil(rows / config.algorithm.mini_batches)
                 if name == "actor_train" and (ptx := config.algorithm.ptx) is not None:
                     mini_batch, longest = mini_batch + ptx.samples, max(longest, ptx.max_tokens)
-                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *multiples)
+                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *divisors)
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:

@@ -18,7 +18,7 @@ from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, StoreUnreachable, download, first_line, flush, is_local, keep_only, reaching, record, upload
-from roll_lite.observability.run_folder import continues_in_checkpoint_folder, folder_of_checkpoints
+from roll_lite.observability.run_folder import continues_in_folder, folder_of_checkpoints
 from roll_lite.observability.trackers import tracker_ids
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
@@ -82,7 +82,7 @@ class Checkpoints:
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
         """Steps between in-memory copies, and step of the newest copy; 0: none."""
         self._copy: dict[str, Any] = {}
-        self.continues_in_checkpoint_folder = continues_in_checkpoint_folder(config, run_folder)
+        self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
         """Save a checkpoint; if asynchronous, it is complete only after `finish_if_written` or `finish`. `unfinished`: samples in
@@ -242,7 +242,7 @@ class Checkpoints:
                 state = self._verified(folder, models)
                 break
             except DamagedCheckpoint as error:
-                if not self.continues_in_checkpoint_folder:
+                if not self.continues_in_folder:
                     raise
                 logger.warning("%s", error)
                 set_aside(folder)

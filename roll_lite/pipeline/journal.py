@@ -34,7 +34,7 @@ from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.metrics import ALL_DOMAINS, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
-from roll_lite.observability.run_folder import continues_in_checkpoint_folder, cut_after, folder_of_checkpoints
+from roll_lite.observability.run_folder import continues_in_folder, cut_after, folder_of_checkpoints
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
@@ -96,7 +96,7 @@ class Journal:
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
-        repeats_from = steps_of(resume) + 1 if resume is not None and continues_in_checkpoint_folder(config, self.folder) else None
+        repeats_from = steps_of(resume) + 1 if resume is not None and continues_in_folder(config, self.folder) else None
         ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
@@ -449,7 +449,7 @@ class Journal:
 
     def resumed(self, step: int) -> None:
         self._first = step
-        if continues_in_checkpoint_folder(self._config, self.folder):
+        if continues_in_folder(self._config, self.folder):
             self.go_back(step)
         self._steps = step
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")

@@ -89,7 +89,7 @@ class RLVRPipeline:
         self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
         self.recovery.begin(self.state_dict())
-        if not self.checkpoints.continues_in_checkpoint_folder or self.validation_is_due:
+        if not self.checkpoints.continues_in_folder or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
         with self.checkpoints.finished(), faults(self.config.chaos, self.journal.console.message):
             try:

@@ -98,13 +98,14 @@ class Tests:
             import_modules(test["imports"])
         except ImportError as error:
             return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
-        self._inside_reason, self._used = test["inside"], any(not isinstance(value, Remote) for value in names.values())
+        self._inside_reason = test["inside"]
+        self._used = any(not isinstance(value, Remote) for value in names.values())
         if not self._inside_reason:
             module = sys.modules[FROM_PROGRAM] = types.ModuleType(FROM_PROGRAM)
             module.__dict__.update(names)
             wrong = run_test(test, names)
             missing = [name for name in test["names"] if name not in names]
-            if not self._inside_reason and not wrong and not self._used and not missing:
+            if not (self._inside_reason or wrong or self._used or missing):
                 return {"cannot": "the tests end without having used the program"}
             if not self._inside_reason:
                 return {"error": wrong or ("" if self._used else f"NameError: name {missing[0]!r} is not defined")}

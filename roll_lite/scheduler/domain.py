@@ -20,8 +20,9 @@ from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
 """Number of consecutive lost groups after which the run fails; 3 times the prompts per batch if that is more."""
-LONG_WINDOW_FACTOR, MAX_LOST_FRACTION = 4, 7 / 8
-"""Second limit: fraction of lost groups, over this many times as many groups as the first limit."""
+LONG_WINDOW_FACTOR = 4
+MAX_LOST_FRACTION = 7 / 8
+"""Second limit: fraction of lost groups, over LONG_WINDOW_FACTOR times as many groups as the first limit."""
 
 
 class DomainFailed(RuntimeError):
@@ -291,11 +292,7 @@ class DomainScheduler:
             return None
         oldest = next(iter(self._running.values()), None)
         numbers = sorted(self._finished)
-        if (
-            oldest is not None
-            and oldest.batches_requested < minimum_admission_batch
-            and sum(number < oldest.number for number in numbers) < count
-        ):
+        if oldest and oldest.batches_requested < minimum_admission_batch and sum(one < oldest.number for one in numbers) < count:
             self._waits_for = oldest.number
             return None
         groups = []

@@ -189,7 +189,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
         finish_if_written=lambda: None,
         finish=lambda: None,
         upload_last=lambda _: None,
-        continues_in_checkpoint_folder=False,
+        continues_in_folder=False,
         copy_every=0,
     )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)

@@ -113,9 +113,7 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     try:
         for name, size in host_bytes(config).items():
             devices = device_numbers(roles(config)[name].devices)
-            most = (
-                max(Counter(number // nodes.devices_per_node for number in devices).values()) if runs_on_cluster(config) else len(devices)
-            )
+            most = max(Counter(one // nodes.devices_per_node for one in devices).values()) if runs_on_cluster(config) else len(devices)
             found[name] = size * most / len(devices) / GIB
     except ValueError:  # unreadable model, reported elsewhere
         return []

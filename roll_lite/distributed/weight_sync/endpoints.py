@@ -89,7 +89,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
             if blind:
                 return f"{', '.join(blind)} does not see the GPU of {names[sender]}"
         if name == "nccl":
-            first: dict[str, str] = {}
+            first = dict[str, str]()
             for member in (sender, *receivers):
                 if (other := first.setdefault(homes[member].device, names[member])) != names[member]:
                     return f"{other} and {names[member]} share a GPU, which NCCL refuses"
@@ -110,9 +110,10 @@ class SideBySideSender(TransportSender):
         for name, part in ways_of(self.group, route):
             if name not in self._transports:
                 self._transports[name] = TRANSPORTS[name].sender(self.group)
-            self._transports[name].seconds = self.seconds
+            transport = self._transports[name]
+            transport.seconds = self.seconds
             with timed(self.by_transport, name):
-                self._transports[name].send(part, tensors)
+                transport.send(part, tensors)
 
     def finish(self) -> None:
         for name, transport in self._transports.items():
@@ -193,9 +194,8 @@ class WeightSender:
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
-            free_abandoned_exports(
-                self._exported_memory, group.homes, group.forget_opened
-            )  # every living reader has joined, so it has left earlier groups
+            # Every living reader has joined, so it has left earlier groups.
+            free_abandoned_exports(self._exported_memory, group.homes, group.forget_opened)
             self._exported_memory.clear()
             self._transport = transport_of(group).sender(group)
             ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
