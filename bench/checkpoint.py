@@ -33,7 +33,7 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def measured(strategy: MegatronStrategy, folder: Path, rounds: int) -> dict[str, float]:
     rows = make_rows().slice(0, 2)
-    plan = strategy.plan(rows.lengths, TokenBudget(1024, attention_par=strategy.layout.attention_par))
+    plan = strategy.plan(rows.lengths, TokenBudget(1024, attention_parity_tokens=strategy.layout.attention_parity_tokens))
     seconds: dict[str, list[float]] = {name: [] for name in ("peer", "ours", "step", "step_beside", "written_after")}
 
     def step() -> None:

@@ -76,7 +76,7 @@ def train(chosen: argparse.Namespace) -> dict[str, float]:
     lengths = tail(max(2, 2 * chosen.tokens // LENGTH), LENGTH, 2.0)
     with one_rank(OPTIMIZER, chosen.hidden, chosen.layers, dtype_name(), **sizes) as (strategy, _):
         rows = make_rows(lengths, prompt=0)
-        budget = TokenBudget(chosen.tokens, attention_par=strategy.layout.attention_par)
+        budget = TokenBudget(chosen.tokens, attention_parity_tokens=strategy.layout.attention_parity_tokens)
 
         def step() -> None:
             strategy.train_step(rows, policy_gradient, ["log_probs"], strategy.plan(rows.lengths, budget))

@@ -58,7 +58,7 @@ def main() -> None:
     results: dict[str, TrainResult] = {}
     frozen = OPTIMIZER.model_copy(update={"lr": 0.0, "min_lr": 0.0})  # every step starts from the same weights
     with one_rank(frozen) as (strategy, _):
-        by_tokens = TokenBudget(chosen.budget, attention_par=strategy.layout.attention_par)
+        by_tokens = TokenBudget(chosen.budget, attention_parity_tokens=strategy.layout.attention_parity_tokens)
         by_rows = RowsAtATime(max(chosen.budget // chosen.longest, 1))
 
         def step_packed() -> None:

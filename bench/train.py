@@ -286,7 +286,7 @@ def rows_of(case: str, rows: int) -> DataProto:
 
 
 def planner_of(case: str, strategy: MegatronStrategy) -> MicroBatchPlanner:
-    budget = TokenBudget(MICRO_BATCH * LENGTH, attention_par=strategy.layout.attention_par)
+    budget = TokenBudget(MICRO_BATCH * LENGTH, attention_parity_tokens=strategy.layout.attention_parity_tokens)
     return budget if case == "packed" else RowsAtATime(MICRO_BATCH)
 
 

@@ -125,7 +125,7 @@ def fetch(path: Path, tell: Tell = _to_stderr) -> None:
         _download(found, tell)
 
 
-def written(path: Path) -> str:
+def config_notation(path: Path) -> str:
     """Return a path as a configuration would have it: hub name and commit if it is in the cache."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:

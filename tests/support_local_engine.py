@@ -21,7 +21,7 @@ async def fetch_block(block: DataProto) -> DataProto:
 
 async def collect(pump: CompletionPump, max_wait_s: float) -> Collected:
     collected, blocks = await pump.collect(max_wait_s, most_blocks=2)
-    return collected.lying_in(blocks)
+    return collected.with_blocks(blocks)
 
 
 class Told(Asked):

@@ -62,7 +62,7 @@ class _Running:
 
     @property
     def length(self) -> int:
-        return min(max(0, self.response.tokens - self.request.resumed), self.request.sampling.max_tokens)
+        return min(max(0, self.response.tokens - self.request.resumed_tokens), self.request.sampling.max_tokens)
 
     @property
     def duration(self) -> float:
@@ -133,7 +133,7 @@ class ScriptedEngine(InferenceStrategy):
         if run.response.fatal:
             self.kill(run.response.error or "scripted death")
             return
-        hit_limit = run.response.tokens - run.request.resumed >= run.request.sampling.max_tokens
+        hit_limit = run.response.tokens - run.request.resumed_tokens >= run.request.sampling.max_tokens
         self._end(run, run.length, FinishReason.LENGTH if hit_limit else FinishReason.STOP, run.response.error)
         self._admit()
 
@@ -149,7 +149,7 @@ class ScriptedEngine(InferenceStrategy):
                 request_id=run.request.request_id,
                 token_ids=_token_ids(run.request, tokens),
                 log_probs=(LOG_PROB,) * tokens,
-                text=run.response.text if run.response.text is not None else f"{run.request.resumed + tokens} tokens",
+                text=run.response.text if run.response.text is not None else f"{run.request.resumed_tokens + tokens} tokens",
                 finish_reason=reason,
                 versions=tuple(span for span in run.versions if span.start < max(1, tokens)),
             )

@@ -49,14 +49,14 @@ def gae(
     lam: float | torch.Tensor,
     lam_critic: float | None = None,
     bootstrap: torch.Tensor | None = None,
-    at_end: torch.Tensor | None = None,
+    last_token_reward: torch.Tensor | None = None,
     whitening: Whitening | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute GAE: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns (advantages, returns); returns are values plus advantages computed with lam_critic. lam may be [B]. at_end [B] is added to the
-    reward of the last policy token; bootstrap [B] is the value after that token."""
-    rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
+    Returns (advantages, returns); returns are values plus advantages computed with lam_critic. lam may be [B]. last_token_reward
+    [B] is added to the reward of the last policy token; bootstrap [B] is the value after that token."""
+    rows = (last_token_reward, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
     advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)
     return advantages, returns
@@ -71,12 +71,12 @@ def reinforce(
     token_rewards: torch.Tensor | None,
     mask: torch.Tensor,
     gamma: float,
-    at_end: torch.Tensor | None = None,
+    last_token_reward: torch.Tensor | None = None,
     whitening: Whitening | None = None,
 ) -> torch.Tensor:
     """Compute the discounted return of each policy token. Arguments as in `gae`."""
     dtype = torch.float32 if token_rewards is None else token_rewards.dtype
-    (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (at_end,), (dtype,), whitening)
+    (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (last_token_reward,), (dtype,), whitening)
     return returns
 
 

@@ -60,7 +60,7 @@ def gae(
     values: Any,
     mask: Any,
     gamma: float,
-    at_end: Any,
+    last_token_reward: Any,
     lam: Any,
     lam_critic: Any,
     bootstrap: Any,
@@ -73,7 +73,7 @@ def gae(
     """Write advantages and returns or, if `moments` has rows, only the `row_moments` of the advantages. Arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
-        following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
+        following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
         decay, decay_critic = gamma * lam[row], gamma * lam_critic[row]
         count, origin, total, squares = 0, 0.0, 0.0, 0.0
         for t in range(mask.shape[1] - 1, -1, -1):
@@ -103,12 +103,12 @@ def gae(
 
 @compiled
 def discounted_returns(
-    first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
+    first: int, stop: int, rewards: Any, mask: Any, gamma: float, last_token_reward: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
     """Write discounted returns or, if `moments` has rows, only their `row_moments`."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
-        carried = at_end[row]
+        carried = last_token_reward[row]
         count, origin, total, squares = 0, 0.0, 0.0, 0.0
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:

@@ -28,7 +28,7 @@ from roll_lite.config.schema.run import RunConfig
 TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
-Sleep = Literal["never", "with_copy", "without_copy"]
+EngineOffload = Literal["never", "with_copy", "without_copy"]
 """How engines offload: never, with or without a weight copy in host memory."""
 
 
@@ -55,19 +55,19 @@ class PassArithmetic:
     budget: int
     """Token limit of a micro-batch; a longer sample runs alone."""
     row_limit: int | None = None
-    token_multiple: int = 1
-    count_multiple: int = 1
+    tokens_divisor: int = 1
+    count_divisor: int = 1
 
     @property
     def micro_batches(self) -> int:
-        return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
+        return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_divisor) * self.count_divisor
 
     @property
     def tokens(self) -> int:
         """Maximum tokens of a micro-batch, padding included."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
-        return ceil(most / self.token_multiple) * self.token_multiple
+        return ceil(most / self.tokens_divisor) * self.tokens_divisor
 
     @property
     def _rows_at_a_time(self) -> int:
@@ -182,7 +182,7 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
 
-def sleep_of_engines(config: RunConfig) -> Sleep:
+def engine_offload(config: RunConfig) -> EngineOffload:
     """How engines offload: without a weight copy if they get full weights after every load."""
     if not config.actor_infer.offload:
         return "never"
@@ -196,7 +196,7 @@ def model_parallel_size(role: Role) -> int:
     return getattr(strategy, "tensor_parallel", 1)
 
 
-def count_multiple(strategy: MegatronStrategyConfig) -> int:
+def micro_batch_count_divisor(strategy: MegatronStrategyConfig) -> int:
     """Required divisor of the micro-batch count: the pipeline size if stages are interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
@@ -228,7 +228,7 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
-def token_multiple(strategy: MegatronStrategyConfig) -> int:
+def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
     """Required divisor of a micro-batch's tokens: two chunks per context-parallel rank, split again by sequence parallelism."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
@@ -361,15 +361,16 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
     for name, role in by_role.items():
         if isinstance(role, ForwardRoleConfig):
             ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
-            longest, multiples = longest_sequence(config), (token_multiple(role.strategy), count_multiple(role.strategy))
+            longest = longest_sequence(config)
+            divisors = micro_batch_tokens_divisor(role.strategy), micro_batch_count_divisor(role.strategy)
             budget = role.micro_batch_tokens, role.micro_batch_size
             if name != "actor_train" or actor_gives_log_probs(config):
-                yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *multiples)
+                yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *divisors)
             if isinstance(role, TrainRoleConfig):
                 mini_batch = ceil(rows / config.algorithm.mini_batches)
                 if name == "actor_train" and (ptx := config.algorithm.ptx) is not None:
                     mini_batch, longest = mini_batch + ptx.samples, max(longest, ptx.max_tokens)
-                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *multiples)
+                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *divisors)
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:

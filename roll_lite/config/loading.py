@@ -49,7 +49,7 @@ def load_config(
     composed = compose(name, folder, overrides, may_be_left_out=not files)
     if composed.data.get("mode") == "evaluate":
         composed = without_training(composed)
-    for line in composed.hidden:
+    for line in composed.replaced_files:
         tell(line)
     with online(tell) if files else nullcontext():
         valid, refused = validate(composed.data, composed.broken)

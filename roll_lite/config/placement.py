@@ -68,9 +68,9 @@ def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[st
     groups = _groups(placement, [name for name in by_role if name not in listed])
     for group in groups:
         of_group = {name: by_role[name] for name in group}
-        counts = _counts(placement, of_group, is_alone=placement.name == "colocated" and len(groups) == 1 and not listed)
-        together = max(int(getattr(role.strategy, "tensor_parallel", 1)) for role in of_group.values())
-        order = _free(placement, taken, max(counts.values()), together)
+        counts = _device_counts(placement, of_group, has_whole_cluster=placement.name == "colocated" and len(groups) == 1 and not listed)
+        block_size = max(int(getattr(role.strategy, "tensor_parallel", 1)) for role in of_group.values())
+        order = _choose_devices(placement, taken, max(counts.values()), block_size)
         numbers |= {name: order[: counts[name]] for name in group}
         if placement.name != "by_role":
             taken |= set(order)
@@ -85,22 +85,22 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
     return [group for group in [*groups, *([name] for name in names if name not in grouped)] if group]
 
 
-def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
-    """Return the number of devices by role. Default: the highest given in the group; if none is given, all devices if `is_alone` (judges:
-    1), else 1."""
+def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
+    """Return the number of devices by role. Default: the highest given in the group; if none is given, all devices if `has_whole_cluster`
+    (judges: 1), else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
-    default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
+    default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1
     return {name: given.get(name, default) for name in group}
 
 
-def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """Choose `wanted` devices that are not `taken`, in blocks of `together`. A block is on one node if it fits, else split equally over few
-    nodes. Missing devices get numbers beyond the last, which a later check reports."""
+def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
+    """Choose `wanted` devices that are not `taken`, in blocks of `block_size`. A block is on one node if it fits, else split equally over
+    few nodes. Missing devices get numbers beyond the last, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
-    size = next(part for part in range(min(together, of_node), 0, -1) if together % part == 0)
+    size = next(part for part in range(min(block_size, of_node), 0, -1) if block_size % part == 0)
     parts: list[list[list[int]]] = []
     left_over: list[int] = []
     for first in range(0, placement.devices, of_node):
@@ -108,7 +108,7 @@ def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: in
         end = len(own) - len(own) % size
         parts.append([own[place : place + size] for place in range(0, end, size)])
         left_over += own[end:]
-    is_spread = placement.fill == "spread" or together > of_node
+    is_spread = placement.fill == "spread" or block_size > of_node
     in_order = chain.from_iterable(zip_longest(*parts, fillvalue=[]) if is_spread else parts)
     return [*chain.from_iterable(in_order), *left_over, *range(placement.devices, placement.devices + wanted)][:wanted]
 

@@ -24,7 +24,7 @@ from roll_lite.config.wording import field_type, in_words, refusal
 S = TypeVar("S", bound=Section)
 FORMER_NAMES = ("type", "kind")
 DOTTED_PATH = "a dotted path"
-OTHERS_NAMES = {
+NAMES_IN_OTHER_TRAINERS = {
     "learning_rate": "lr",
     "max_new_tokens": "max_tokens",
     "num_generations": "samples_per_prompt",
@@ -100,7 +100,7 @@ class _Walker:
             self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else hint))
             return _INVALID
         if isinstance(value, dict):
-            self._tell_strays(shape.variants[0], value, path)
+            self._report_misspelt_entries(shape.variants[0], value, path)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         built = {key: self._item(shape.variants, item, (*path, str(key))) for key, item in items}
         return built if isinstance(value, dict) else list(built.values())
@@ -114,7 +114,7 @@ class _Walker:
         hollow.__dict__.clear()
         return hollow
 
-    def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
+    def _report_misspelt_entries(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
         """Report entries that look like a misspelt duplicate: no required key, and a name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
@@ -134,11 +134,11 @@ class _Walker:
         if len(variants) == 1:
             return self.section(variants[0], value, path)
         chosen = self._variant(variants, value, path, default)
-        return self.section(chosen, {"name": word_of(chosen), **value}, path) if chosen is not None else _INVALID
+        return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
         """Choose the section class that the value's `name` selects; if there is none, report that and return None."""
-        by_name = {word_of(variant): variant for variant in variants}
+        by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
             # Short forms are already expanded; a text here comes from an interpolation.
@@ -162,13 +162,13 @@ class _Walker:
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
             return ["name"]
-        if others := [word_of(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
+        if others := [discriminator_of(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
             if value is not None:
-                message = f"is only used by name: {' or '.join(others)}; {word_of(cls)} has the keys {', '.join(cls.model_fields)}"
+                message = f"is only used by name: {' or '.join(others)}; {discriminator_of(cls)} has the keys {', '.join(cls.model_fields)}"
                 self._refuse((*path, key), value, message)
             return []
         below, anywhere = ([(dotted(place), one) for place, one in sections(*root)] for root in ((cls, path), ()))
-        ours = OTHERS_NAMES.get(key, key)
+        ours = NAMES_IN_OTHER_TRAINERS.get(key, key)
         meant = close_names(ours, cls.model_fields)
         hint = did_you_mean(ours, cls.model_fields)
         inside = [f"{place}.{ours}" for place, one in below if ours in one.model_fields]
@@ -210,7 +210,7 @@ def shape_of(annotation: Any) -> Shape:
     return Shape(shape_of(arguments[-1]).variants, origin) if origin in (dict, list) else Shape([])
 
 
-def word_of(cls: type[Section]) -> str:
+def discriminator_of(cls: type[Section]) -> str:
     """Value of `name` that selects this class, or DOTTED_PATH."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 

@@ -200,7 +200,7 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
-    mine = _plain(config)
+    mine = _as_in_header(config)
     differences = [found for header in headers[:-1] if (found := _differences(mine, header.config))]
     if differences:
         message = (
@@ -213,12 +213,12 @@ def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[P
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
-    mine, its = _learning(config), _learning(made)
+    mine, its = _training_settings(config), _training_settings(made)
     different = [name for name, value in mine.items() if value != its[name]]
     return f"{', '.join(different)} {'differs' if len(different) == 1 else 'differ'}" if different else ""
 
 
-def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
+def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     actor, critic = config["actor_train"], config["critic"]
     refresh = _complete(RefreshConfig, (config.get("reference") or {}).get("refresh"))
     optimizers = [_complete(OptimizerConfig, role["optimizer"]) for role in (actor, critic) if role]
@@ -250,20 +250,20 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return complete and {**complete, "targets": sorted(complete["targets"]), "export": None, "engines": None}
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as a dump's header stores it. Raises Refused if a needed field is invalid."""
+def _as_in_header(config: RunConfig) -> dict[str, Any]:
+    """Raises Refused if a needed field is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
-        _read_all(getattr(config, name))
+        _validate_all(getattr(config, name))
     return config.model_dump(mode="json")
 
 
-def _read_all(value: Any) -> None:
+def _validate_all(value: Any) -> None:
     if isinstance(value, Section):
         for name in type(value).model_fields:
-            _read_all(getattr(value, name))
+            _validate_all(getattr(value, name))
     elif isinstance(value, dict):
         for item in value.values():
-            _read_all(item)
+            _validate_all(item)
 
 
 def _yaml(value: Any) -> str:

@@ -73,13 +73,13 @@ class TokenBudget:
 
     tokens: int
     rows: int | None = None
-    attention_par: float = inf
+    attention_parity_tokens: float = inf
     with_padding: bool = False
     """Count padding as tokens. Needed for large padded outputs, such as log-probs of the whole vocabulary."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
-        costs = row_costs(tokens, self.attention_par)
+        costs = row_costs(tokens, self.attention_parity_tokens)
         fewest = -(-int(tokens.clip(max=self.tokens).sum()) // self.tokens)
         no_two = int((2 * tokens > self.tokens).sum())
         count = max(parts, fewest, no_two, -(-len(tokens) // self.rows) if self.rows else 1, 1)
@@ -114,7 +114,7 @@ class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
     """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty."""
-    token_multiple: int = 1
+    tokens_divisor: int = 1
 
     @staticmethod
     def of(

@@ -61,9 +61,9 @@ def cut_mini_batches(
     return cut
 
 
-def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
-    """Return relative costs. At `attention_par` tokens, attention costs as much as the rest of the model."""
-    return tokens * (1 + tokens / attention_par)
+def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
+    """Return relative costs. At `attention_parity_tokens` tokens, attention costs as much as the rest of the model."""
+    return tokens * (1 + tokens / attention_parity_tokens)
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:

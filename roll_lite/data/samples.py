@@ -96,7 +96,7 @@ class GenerationRequest(Packed):
     sampling: Sampling
     context: TokenRow | None = None
     """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
-    resumed: int = 0
+    resumed_tokens: int = 0
     """Number of tokens at the end of the context that an interrupted request generated for this response. The returned text includes these
     tokens, and stop strings may begin in them; other fields describe new tokens only."""
     wants_ids: bool = False
@@ -109,8 +109,8 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Last `resumed` prompt tokens. Valid only after the context is prepended to prompt_ids."""
-        return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
+        """Last `resumed_tokens` of the prompt. Valid only after the context is prepended to prompt_ids."""
+        return self.prompt_ids[len(self.prompt_ids) - self.resumed_tokens :]
 
 
 class VersionSpan(NamedTuple):

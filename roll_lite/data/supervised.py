@@ -45,10 +45,10 @@ class SupervisedRows:
     def distinct_ids(self) -> set[int]:
         return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
-    def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
+    def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
         """Draw the rows of `updates` optimizer steps; returns one batch per step for each rank."""
         drawn = [self.draw() for _ in range(updates)]
-        parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
+        parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +77,7 @@ class SupervisedRows:
         self._order.load_state_dict(state)
 
 
-def beside(own: DataProto, supervised: DataProto) -> DataProto:
+def append_supervised(own: DataProto, supervised: DataProto) -> DataProto:
     """Append supervised rows to policy rows; columns that supervised rows lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}

@@ -47,7 +47,7 @@ class ClusterSpec:
     log_folder: Path | None = None
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
-    first: int | None = None
+    initial_ranks: int | None = None
     """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until they start."""
 
 
@@ -60,7 +60,7 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
         return actor_class.options(max_restarts=worker_class.max_restarts, **actor_options(spec, rank)).remote(*args, **kwargs)
 
     actors = [make(rank) for rank in range(len(spec.slots))]
-    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make, spec.first))
+    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone, make, spec.initial_ranks))
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Cluster(Generic[W_co]):
     @overload
     def start_all(self, method: Method[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]: ...
     def start_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[list[Any]]:
-        return self._start(method, dict.fromkeys(range(self.group.first), args), kwargs, list)
+        return self._start(method, dict.fromkeys(range(self.group.initial_ranks), args), kwargs, list)
 
     @overload
     def start_one(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
@@ -229,8 +229,8 @@ class Cluster(Generic[W_co]):
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit
         address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(limit)
-        self._call(Worker.meet_at, dict.fromkeys(range(self.group.first), (address,)), {}, list, "start").result(limit)
-        places = self._call(Worker.place, dict.fromkeys(range(self.group.first), ()), {}, list, "start").result(limit)
+        self._call(Worker.meet_at, dict.fromkeys(range(self.group.initial_ranks), (address,)), {}, list, "start").result(limit)
+        places = self._call(Worker.place, dict.fromkeys(range(self.group.initial_ranks), ()), {}, list, "start").result(limit)
         for pulse, place in zip(self.group.pulses, places, strict=False):  # unwatched ranks have no pulse
             pulse.place = place
         self.group.started = True

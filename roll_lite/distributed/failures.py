@@ -18,13 +18,13 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class RankFailed(RuntimeError):
     """First failure of a cluster: a rank raised, died or timed out. All ranks have been killed."""
 
-    def __init__(self, role: str, rank: int, phase: str, cause: str, is_loss: bool = False) -> None:
-        super().__init__(role, rank, phase, cause, is_loss)
+    def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
+        super().__init__(role, rank, phase, cause, retryable)
         self.role = role
         self.rank = rank
         self.phase = phase
         self.cause = cause
-        self.is_loss = is_loss
+        self.retryable = retryable
         """True if the rank died or hung, so a restart may help."""
         self.where = ""
         """" on ADDRESS" in a cluster of several nodes, else empty."""
@@ -97,10 +97,10 @@ def failure_text(error: BaseException, log_file: Path | None) -> str:
     """Return a one-line cause, then the remote traceback or, if the process was lost, the end of its log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
-        is_loss = isinstance(error.cause, MemberLost | FleetDown)
-        message = str(error.cause) if is_loss else f"{type(error.cause).__name__}: {error.cause}"
+        names_cause = isinstance(error.cause, MemberLost | FleetDown)
+        message = str(error.cause) if names_cause else f"{type(error.cause).__name__}: {error.cause}"
         cause = _logged_cause(log_file) if "root cause above" in message else None
-        return f"{cause or message}{_last_lines(log_file)}" if is_loss else f"{cause or message}\n\n{text}"
+        return f"{cause or message}{_last_lines(log_file)}" if names_cause else f"{cause or message}\n\n{text}"
     if not is_death(error):
         return f"{type(error).__name__}: {text}"
     return f"{_death(text)}{_last_lines(log_file)}"

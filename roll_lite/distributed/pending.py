@@ -258,7 +258,7 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> 
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
-    _end(group, RankFailed(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note, is_loss=True))
+    _end(group, RankFailed(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note, retryable=True))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -66,7 +66,7 @@ class RankGroup:
         timeout_s: float | None,
         live_alone: bool = False,
         make: Callable[[int], Any] | None = None,
-        first: int | None = None,
+        initial_ranks: int | None = None,
     ) -> None:
         self.name = name
         self.actors = list(actors)
@@ -75,9 +75,9 @@ class RankGroup:
         self.live_alone = live_alone
         """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
-        self.first = len(self.actors) if first is None else first
+        self.initial_ranks = len(self.actors) if initial_ranks is None else initial_ranks
         self._make = make
-        self._lost = dict.fromkeys(range(self.first, len(self.actors)), "it waits for free devices")
+        self._lost = dict.fromkeys(range(self.initial_ranks, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
         """Methods in flight, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}

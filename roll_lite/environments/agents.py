@@ -16,7 +16,7 @@ from typing import Any, Literal
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
-from roll_lite.environments.episode import Play, Policy, Renderer
+from roll_lite.environments.episode import EpisodeFunction, Policy, Renderer
 from roll_lite.environments.tool_calls import split_thoughts
 from roll_lite.sandbox import kernel
 
@@ -136,7 +136,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
 
-def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> Play:
+def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> EpisodeFunction:
     """Build the function that plays an episode with an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 

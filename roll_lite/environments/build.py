@@ -27,7 +27,7 @@ from roll_lite.data.templates import Tokenizer
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.agents import Agent, command_agent, play_agent
 from roll_lite.environments.base import Task
-from roll_lite.environments.episode import Calls, Limits, Play, Player, Renderer, play_class
+from roll_lite.environments.episode import Calls, EpisodeFunction, Limits, Player, Renderer, play_class
 from roll_lite.environments.python_tool import PythonTool
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
 from roll_lite.environments.tools import LOST, FunctionTool, Tools, play_tools
@@ -54,7 +54,9 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) 
     return Player(play, renderer_of(domain, tokenizer, path, schemas), limits, calls)
 
 
-def _play(domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: str, calls: Calls) -> tuple[Play, list[dict[str, Any]]]:
+def _play(
+    domain: DomainConfig, tokenizer: Tokenizer, domain_path: str, host: str, calls: Calls
+) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
     path = f"{domain_path}.environment"
     match domain.environment:
         case FunctionEnvironmentConfig() as settings:
@@ -129,7 +131,7 @@ def agent_of(settings: EndpointEnvironmentConfig, path: str, calls: Calls) -> Ag
     return partial(calls, function, **settings.args)
 
 
-def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Play:
+def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     found = load_function(settings.function, path, "async (task, policy) -> reward or None", or_class=True)
     if isinstance(found, type):
         missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]

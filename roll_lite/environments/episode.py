@@ -88,7 +88,7 @@ class Failed(NamedTuple):
 
 
 Event = Ask | Ended | Failed
-Play = Callable[[Task, "Policy"], Awaitable[Any]]
+EpisodeFunction = Callable[[Task, "Policy"], Awaitable[Any]]
 """Function that plays one episode. It may return the last response's reward; a bool also sets whether the episode was solved."""
 
 
@@ -225,7 +225,7 @@ class Policy:
 
 
 class Player:
-    def __init__(self, play: Play, renderer: Renderer, limits: Limits, calls: Calls) -> None:
+    def __init__(self, play: EpisodeFunction, renderer: Renderer, limits: Limits, calls: Calls) -> None:
         self._play = play
         self._renderer = renderer
         self._limits = limits
@@ -349,7 +349,7 @@ class Calls:
         return await result if inspect.isawaitable(result) else result
 
 
-def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> Play:
+def play_class(cls: Callable[..., Any], args: dict[str, Any], call: Calls) -> EpisodeFunction:
     async def play(task: Task, policy: Policy) -> None:
         environment = await call(cls, **args)
         try:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from typing import Any, Protocol
 
 from roll_lite.environments.base import Message, Task
-from roll_lite.environments.episode import Calls, Play, Policy
+from roll_lite.environments.episode import Calls, EpisodeFunction, Policy
 from roll_lite.environments.tool_calls import schema_of
 from roll_lite.sandbox.pool import SandboxTrouble
 
@@ -48,7 +48,7 @@ class FunctionTool:
         return await self._calls(self._function, **arguments)
 
 
-def play_tools(tools: Sequence[Tools], max_chars: int) -> Play:
+def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:
     """Build the function that plays an episode: the policy calls tools until a response has no call."""
     by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 

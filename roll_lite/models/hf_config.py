@@ -92,10 +92,10 @@ class HfConfig:
         return self.experts is not None and self.experts.layers[layer]
 
     @property
-    def attention_par(self) -> float:
+    def attention_parity_tokens(self) -> float:
         """Row length in tokens at which attention costs as many operations as the multiplications with weight matrices."""
         # A token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
-        return self.hidden * self._columns / (self.heads * self.head_dim)
+        return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
     def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
         """Count the FLOPs of a forward pass for weights and causal attention. Norms, softmax, embeddings and a value head are ignored.
@@ -110,11 +110,11 @@ class HfConfig:
     def token_flops(self, seen: float) -> float:
         """Count the FLOPs of one token that attends to `seen` tokens, without the output layer."""
         routers = 0 if self.experts is None else sum(self.experts.layers) * self.experts.count
-        of_weights = self.hidden * (self.layers * self._columns + routers)
+        of_weights = self.hidden * (self.layers * self._weights_per_hidden + routers)
         return 2 * (of_weights + 2 * seen * self.layers * self.heads * self.head_dim)
 
     @property
-    def _columns(self) -> float:
+    def _weights_per_hidden(self) -> float:
         """Weights that a token uses in a layer, divided by `hidden`; mean over layers."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)

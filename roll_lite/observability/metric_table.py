@@ -25,7 +25,7 @@ class Metric:
     unit: str
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
-    count: tuple[str, ...] = ()
+    denominators: tuple[str, ...] = ()
     """Metrics that may hold the number of items, if a loss function reports this mean as a sum; the first one reported is used. Empty: each
     optimizer step is one item."""
     shown: bool = True
@@ -182,13 +182,13 @@ METRICS: dict[str, Metric] = {
     # credit
     "credit/tokens": by_domain(SUM, "tokens", "Policy tokens of samples that train."),
     "credit/rows": by_domain(SUM, "samples", "Samples that train."),
-    "credit/reward": by_domain(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", count=ROWS),
-    "credit/advantage_mean": by_domain(MEAN, "", "Advantage of a policy token.", count=CREDIT),
-    "credit/advantage_square": by_domain(MEAN, "", "Ingredient of credit/advantage_std.", count=CREDIT, shown=False),
+    "credit/reward": by_domain(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", denominators=ROWS),
+    "credit/advantage_mean": by_domain(MEAN, "", "Advantage of a policy token.", denominators=CREDIT),
+    "credit/advantage_square": by_domain(MEAN, "", "Ingredient of credit/advantage_std.", denominators=CREDIT, shown=False),
     "credit/kl_in_reward": by_domain(
-        MEAN, "nats", "KL(policy || reference) of a token as subtracted from the reward, before its coefficient.", count=CREDIT
+        MEAN, "nats", "KL(policy || reference) of a token as subtracted from the reward, before its coefficient.", denominators=CREDIT
     ),
-    "credit/kl_ref": by_domain(MEAN, "nats", "KL(policy || reference), k3, before the step's first update.", count=CREDIT),
+    "credit/kl_ref": by_domain(MEAN, "nats", "KL(policy || reference), k3, before the step's first update.", denominators=CREDIT),
     "credit/advantage_max": by_domain(MAX, "", "Largest advantage."),
     "credit/advantage_min": by_domain(MIN, "", "Smallest advantage."),
     "credit/kl_coef": Metric(LAST, "", "Weight of the KL in the reward."),
@@ -199,12 +199,14 @@ METRICS: dict[str, Metric] = {
     ),
     "actor/policy_loss": Metric(MEAN, "", "Policy loss of an optimizer step, mismatch correction included."),
     "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
-    "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", count=("actor/ptx_tokens",)),
+    "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", denominators=("actor/ptx_tokens",)),
     "actor/ptx_tokens": Metric(SUM, "tokens", "Learned tokens of algorithm.ptx."),
-    "actor/entropy": by_domain(MEAN, "nats", "Entropy of a token's distribution, in training.", count=ACTOR),
-    "actor/entropy_before": by_domain(MEAN, "nats", "Entropy of a token's distribution, before the step's first update.", count=CREDIT),
-    "actor/ratio": by_domain(MEAN, "", "New probability / old probability of a token; of a sequence under gspo, topr.", count=ACTOR),
-    "actor/ratio_square": by_domain(MEAN, "", "Ingredient of actor/ess.", count=ACTOR, shown=False),
+    "actor/entropy": by_domain(MEAN, "nats", "Entropy of a token's distribution, in training.", denominators=ACTOR),
+    "actor/entropy_before": by_domain(
+        MEAN, "nats", "Entropy of a token's distribution, before the step's first update.", denominators=CREDIT
+    ),
+    "actor/ratio": by_domain(MEAN, "", "New probability / old probability of a token; of a sequence under gspo, topr.", denominators=ACTOR),
+    "actor/ratio_square": by_domain(MEAN, "", "Ingredient of actor/ess.", denominators=ACTOR, shown=False),
     "actor/ratio_p01": by_domain(
         LAST, "", "1st percentile of the ratio over all updates of the step, as the centre of a bin 3% of its logarithm wide."
     ),
@@ -212,21 +214,21 @@ METRICS: dict[str, Metric] = {
     "actor/ratio_p99": by_domain(LAST, "", "99th percentile of the ratio, likewise."),
     "actor/ratio_min": by_domain(MIN, "", "Smallest ratio."),
     "actor/ratio_max": by_domain(MAX, "", "Largest ratio."),
-    "actor/approx_kl": by_domain(MEAN, "nats", "KL(old || new), k3: change of the policy by a step's updates.", count=ACTOR),
+    "actor/approx_kl": by_domain(MEAN, "nats", "KL(old || new), k3: change of the policy by a step's updates.", denominators=ACTOR),
     "actor/kl_ref": by_domain(
-        MEAN, "nats", "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`.", count=ACTOR
+        MEAN, "nats", "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`.", denominators=ACTOR
     ),
     "actor/clip_low": by_domain(
         MEAN,
         "share",
         "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: weight raised to its bound.",
-        count=ACTOR,
+        denominators=ACTOR,
     ),
     "actor/clip_high": by_domain(
         MEAN,
         "share",
         "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: weight lowered to its bound.",
-        count=ACTOR,
+        denominators=ACTOR,
     ),
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "actor/busiest_expert": BUSIEST_EXPERT,
@@ -249,24 +251,24 @@ METRICS: dict[str, Metric] = {
         "nats",
         "|log-prob of the engine - log-prob of the trainer| of a token; under old_log_probs rollout and current, in the step's first "
         "update.",
-        count=(*CREDIT, *ACTOR),
+        denominators=(*CREDIT, *ACTOR),
     ),
-    "mismatch/k3": by_domain(MEAN, "nats", "KL(engine || trainer), k3.", count=(*CREDIT, *ACTOR)),
+    "mismatch/k3": by_domain(MEAN, "nats", "KL(engine || trainer), k3.", denominators=(*CREDIT, *ACTOR)),
     "mismatch/max": by_domain(MAX, "nats", "Largest difference of a token."),
     # correction of the mismatch
-    "correction/weight": by_domain(MEAN, "", "Weight of a token's policy loss.", count=ACTOR),
-    "correction/weight_square": by_domain(MEAN, "", "Ingredient of correction/ess.", count=ACTOR, shown=False),
-    "correction/limited": by_domain(MEAN, "share", "Tokens whose weight was outside its range.", count=ACTOR),
-    "correction/filtered": by_domain(MEAN, "share", "Tokens whose policy loss the filters removed.", count=ACTOR),
+    "correction/weight": by_domain(MEAN, "", "Weight of a token's policy loss.", denominators=ACTOR),
+    "correction/weight_square": by_domain(MEAN, "", "Ingredient of correction/ess.", denominators=ACTOR, shown=False),
+    "correction/limited": by_domain(MEAN, "share", "Tokens whose weight was outside its range.", denominators=ACTOR),
+    "correction/filtered": by_domain(MEAN, "share", "Tokens whose policy loss the filters removed.", denominators=ACTOR),
     # critic
     "critic/tokens": by_domain(SUM, "tokens", "Policy tokens that the critic trained on, over all epochs."),
     "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),
-    "critic/clip_fraction": by_domain(MEAN, "share", "Tokens whose value changed by more than value_loss.clip.", count=CRITIC),
-    "critic/value_mean": by_domain(MEAN, "", "Value of a token, in training.", count=CRITIC),
-    "critic/return_mean": by_domain(MEAN, "", "Return of a token, the target of its value.", count=CRITIC),
-    "critic/return_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False),
-    "critic/error_mean": by_domain(MEAN, "", "Return minus value.", count=CRITIC),
-    "critic/error_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False),
+    "critic/clip_fraction": by_domain(MEAN, "share", "Tokens whose value changed by more than value_loss.clip.", denominators=CRITIC),
+    "critic/value_mean": by_domain(MEAN, "", "Value of a token, in training.", denominators=CRITIC),
+    "critic/return_mean": by_domain(MEAN, "", "Return of a token, the target of its value.", denominators=CRITIC),
+    "critic/return_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", denominators=CRITIC, shown=False),
+    "critic/error_mean": by_domain(MEAN, "", "Return minus value.", denominators=CRITIC),
+    "critic/error_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", denominators=CRITIC, shown=False),
     "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "critic/busiest_expert": BUSIEST_EXPERT,
     "critic/balance_loss": BALANCE_LOSS,

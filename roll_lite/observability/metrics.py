@@ -21,7 +21,7 @@ def metric_of(name: str) -> Metric:
 
 Series = tuple[str, str | None]
 
-NO_DOMAIN = ""
+ALL_DOMAINS = ""
 """Label of values over all domains."""
 
 
@@ -43,11 +43,11 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for a mean, give the sum and the `count` of its items.
 
-        `label`: domain, phase or role, whichever the metric's `by` names; NO_DOMAIN: all domains. `part`: a reward term or subset of the
+        `label`: domain, phase or role, whichever the metric's `by` names; ALL_DOMAINS: all domains. `part`: a reward term or subset of the
         domain's samples, not counted in the domain's value, which needs its own call.
         """
         metric = metric_of(name)
-        if label == NO_DOMAIN and metric.by == "domain":
+        if label == ALL_DOMAINS and metric.by == "domain":
             self._put((name, None), float(value), count)
             return
         if (label is None) != (metric.by is None):
@@ -70,9 +70,9 @@ class MetricSums:
             name, mark, number = key.partition("#")
             metric = metric_of(name)
             label = domains[int(number)] if mark else None
-            if metric.count:
-                holder = next((f"{count}{mark}{number}" for count in metric.count if f"{count}{mark}{number}" in sums), None)
-                assert holder is not None, f"{key} came without its count: one of {metric.count}"
+            if metric.denominators:
+                holder = next((f"{count}{mark}{number}" for count in metric.denominators if f"{count}{mark}{number}" in sums), None)
+                assert holder is not None, f"{key} came without its count: one of {metric.denominators}"
                 if sums[holder] > 0:
                     self.add(name, value, sums[holder], label=label)
             else:

@@ -66,7 +66,7 @@ def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
     return run_folder if config.checkpoint.store is None else experiment_folder(config) / run_folder.name
 
 
-def goes_on(config: RunConfig, run_folder: Path) -> bool:
+def continues_in_folder(config: RunConfig, run_folder: Path) -> bool:
     """True if a resumed run continues in its checkpoint's folder (`checkpoint.resume: auto`)."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()

@@ -38,7 +38,7 @@ FACTOR, STALE_FACTOR = 5.0, 10.0
 """Multiples of the usual difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
-LEAST_STEPS, LEAST_STALE_STEPS, REMEMBERED = 1, 2, 50
+LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Earlier steps whose median is the usual difference: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most
 REMEMBERED."""
 Age = tuple[int, int]
@@ -155,7 +155,7 @@ class Agreement:
                         version,
                     )
         past.append(_mean(engines.values()))
-        del past[:-REMEMBERED]
+        del past[:-MOST_STEPS]
 
     def _say_what_is_missing(self, any_told: bool) -> None:
         has_said, self._has_said = self._has_said, True

@@ -38,10 +38,10 @@ WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 
 
 class BatchFiles:
-    def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
+    def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
         self._config = config
         self._folder = run_folder
-        self._apart = apart
+        self._nodes_without_run_folder = nodes_without_run_folder
         self.are_written = batches_are_written(config)
         self._until = AUTO_STEPS if config.batches.write == "auto" else sys.maxsize
 
@@ -65,7 +65,7 @@ class BatchFiles:
             with models.actor.loaded(states(Phase.FINAL_MODEL)):
                 folder = (start / "adapters").resolve()
                 written = models.actor.ranks.all(ActorWorker.save_adapters, folder)
-                models.actor.bring_home(folder, written, self._apart)
+                models.actor.bring_home(folder, written, self._nodes_without_run_folder)
 
     def _keep(self, source: Path, copy: Path) -> dict[str, Any]:
         files = _files_of(source)
@@ -109,7 +109,7 @@ class BatchFiles:
         folder, keys = (self._folder / name).resolve(), batch.keys()
         columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
         shards = actor.shards(batch, columns)
-        if not self._apart:
+        if not self._nodes_without_run_folder:
             actor.ranks.heads_scatter(ActorWorker.write_rows, shards, folder)
         else:  # in turns: the driver never holds a whole batch
             for rank, shard in enumerate(shards):

@@ -15,13 +15,13 @@ from roll_lite.config.arithmetic import (
     TRAINING_ROLES,
     actor_is_reference,
     adapters_of_engines,
+    engine_offload,
     extra_token_columns,
     generates,
     infer_dtype,
     max_model_len,
     model_parallel_size,
     roles,
-    sleep_of_engines,
     trains,
     updates,
 )
@@ -78,10 +78,10 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     start = Starter(config, folder, session)
     session.other_nodes.extend(compare_nodes(start.placement, folder, journal.console.message))
     check_cuts(config.chaos, session.other_nodes)
-    if apart := check_nodes(config, folder, start.placement):
+    if nodes_without_run_folder := check_nodes(config, folder, start.placement):
         journal.console.message(
-            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers and the model come at the end, the driver writes "
-            "the batches"
+            f"run_dir: {', '.join(nodes_without_run_folder)} do not share {folder}: logs of their workers and the model come at the end, "
+            "the driver writes the batches"
         )
     models = start.models()
     live = start.live(models, journal) if generates(config) else None
@@ -89,13 +89,15 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     initialize_all(models.all, live)
     for line in [*start.notes(), *(live.notes() if live is not None else [])]:
         journal.console.message(line)
-    batch_files = BatchFiles(config, folder, apart)
+    batch_files = BatchFiles(config, folder, nodes_without_run_folder)
     batch_files.keep_start(models)
     supervised, notes = supervised_rows(config)
     for line in notes:
         journal.console.message(line)
-    traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, apart)
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder, apart), batch_files, supervised, traces)
+    traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, nodes_without_run_folder)
+    return RLVRPipeline(
+        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised, traces
+    )
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -205,7 +207,7 @@ class Starter:
                 model_parallel_size(role),
                 infer_dtype(config),
                 role.strategy.expert_parallel,
-                sleep_of_engines(config) == "without_copy",
+                engine_offload(config) == "without_copy",
             )
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
             weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
@@ -242,12 +244,12 @@ class Starter:
             columns=extra_token_columns(self.config),
             sharers=role.replicas_per_device,
             lora=adapters_of_engines(self.config),
-            sleep=sleep_of_engines(self.config),
+            sleep=engine_offload(self.config),
         )
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         new_slot = partial(self.placement.later_slot, model_parallel_size(role))
         further = max(0, (role.most_replicas or 0) - len(slots))
-        spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), first=len(slots))
+        spec = replace(self.spec("actor_infer", [*slots, *(new_slot() for _ in range(further))], role.threads), initial_ranks=len(slots))
         joining = None
         if further:
             drivers = View(None, {reader: reader.files() for reader in readers(self.config) if "actor_infer" in reader.roles})

@@ -18,7 +18,7 @@ from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import FileRecord, StoreUnreachable, download, first_line, flush, is_local, keep_only, reaching, record, upload
-from roll_lite.observability.run_folder import folder_of_checkpoints, goes_on
+from roll_lite.observability.run_folder import continues_in_folder, folder_of_checkpoints
 from roll_lite.observability.trackers import tracker_ids
 from roll_lite.pipeline.checkpoint_files import (
     FOLDER,
@@ -69,10 +69,10 @@ class Unfinished:
 
 
 class Checkpoints:
-    def __init__(self, config: RunConfig, run_folder: Path, apart: Collection[str] = ()) -> None:
-        """Take `apart`: addresses of nodes that do not share the run folder."""
+    def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
+        """Take `nodes_without_run_folder`: addresses of nodes that do not share it."""
         self._config = config
-        self._apart = apart
+        self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
         self._home = folder_of_checkpoints(config, run_folder)
         self._in_store = not is_local(self._home)
@@ -82,7 +82,7 @@ class Checkpoints:
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
         """Steps between in-memory copies, and step of the newest copy; 0: none."""
         self._copy: dict[str, Any] = {}
-        self.goes_on = goes_on(config, run_folder)
+        self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
         """Save a checkpoint; if asynchronous, it is complete only after `finish_if_written` or `finish`. `unfinished`: samples in
@@ -242,7 +242,7 @@ class Checkpoints:
                 state = self._verified(folder, models)
                 break
             except DamagedCheckpoint as error:
-                if not self.goes_on:
+                if not self.continues_in_folder:
                     raise
                 logger.warning("%s", error)
                 set_aside(folder)
@@ -373,7 +373,7 @@ class Checkpoints:
     def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
         folder = (self._run_folder / name).resolve()
         written = model.ranks.all(ModelWorker.save_hf, folder, average)
-        model.bring_home(folder, written, self._apart)
+        model.bring_home(folder, written, self._nodes_without_run_folder)
         expect_files(folder, {file: size for own in written for file, size in own.items()}, role)
         return folder
 

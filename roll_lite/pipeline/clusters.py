@@ -104,7 +104,7 @@ class Model(Movable, Generic[W]):
         return [TrainShare(shard, own) for shard, own in zip(shards, spreads, strict=True)]
 
     def _costs(self, batch: Batch) -> np.ndarray:
-        return row_costs(lengths(batch.rows).numpy(), self.ranks.layouts[0].attention_par)
+        return row_costs(lengths(batch.rows).numpy(), self.ranks.layouts[0].attention_parity_tokens)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
         return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)
@@ -132,9 +132,9 @@ class Engines(Movable):
     def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
         return self.replicas.start_each(InferWorker.offload, parts)
 
-    def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block. `beside`: models, with parts, to load too."""
-        return loaded(self, self.parts(phase), beside)
+    def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
+        """Load the engine memory that a phase needs, for the duration of the block. `also_loaded`: models, with parts, to load too."""
+        return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
         return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
@@ -194,10 +194,10 @@ def lengths(rows: DataProto) -> torch.Tensor:
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
-def initialize(models: Sequence[Model[Any]], beside: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls started by `beside`; then initialize and offload the others one by
-    one."""
-    gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *beside())
+def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
+    """Initialize models that stay loaded, in parallel with the calls started by `start_others`; then initialize and offload the others one
+    by one."""
+    gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
             model.ranks.all(ModelWorker.initialize)
@@ -222,13 +222,14 @@ class DeviceTurn(Generic[R]):
 
 
 @contextmanager
-def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role for the duration of the block. `beside`: roles to load too; callers offload these, except after a failure."""
+def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
+    """Load parts of a role for the duration of the block. `also_loaded`: roles to load too; callers offload these, except after a
+    failure."""
     try:
-        gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
+        gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
     except BaseException:
-        for one, its in [(role, parts), *beside]:
+        for one, its in [(role, parts), *also_loaded]:
             _abandon([one], its)
         raise
     if role.offloads:

@@ -71,7 +71,7 @@ class EngineRestarts:
         self._joining = joining
         self._follows_drains = follows_drains
         self._start_s = start_s
-        self._waiting = set(range(self._group.first, self.replicas.world_size))
+        self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
         """Engines that failed too often, and the times to try them again."""
@@ -225,7 +225,7 @@ class EngineRestarts:
             self._rollouts.actors[0].engine_given_up.remote(engine, why)
 
     def _joining_of(self, engine: int) -> JoiningEngines | None:
-        return self._joining if engine >= self._group.first else None
+        return self._joining if engine >= self._group.initial_ranks else None
 
     def _start(self, engine: int, actor: Any) -> None:
         turns = self._engines.turns

@@ -32,7 +32,7 @@ from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metric_table import METRICS
-from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
+from roll_lite.observability.metrics import ALL_DOMAINS, MetricSums
 from roll_lite.observability.report import (
     OVERALL,
     Accuracy,
@@ -44,7 +44,7 @@ from roll_lite.observability.report import (
     write_evaluation,
     write_summary,
 )
-from roll_lite.observability.run_folder import cut_after, folder_of_checkpoints, goes_on
+from roll_lite.observability.run_folder import continues_in_folder, cut_after, folder_of_checkpoints
 from roll_lite.observability.timers import STEP, Span, StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
@@ -110,7 +110,7 @@ class Journal:
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
         settings = for_trackers(config.model_dump(mode="json"), os.environ)
-        repeats_from = steps_of(resume) + 1 if resume is not None and goes_on(config, self.folder) else None
+        repeats_from = steps_of(resume) + 1 if resume is not None and continues_in_folder(config, self.folder) else None
         ids = {} if resume is None else known_tracker_ids(resumption(resume).checkpoint)
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings, repeats_from), ids)
         self._trackers = Trackers([*built, self.history], self.console.message)
@@ -275,7 +275,7 @@ class Journal:
         for domain_name, own in rows.group_by("domain").items():
             self._samples(str(domain_name), own)
         if len(rows):  # otherwise the filter has left no rows
-            self._length_quantiles(NO_DOMAIN, rows.tensor("response_length"))
+            self._length_quantiles(ALL_DOMAINS, rows.tensor("response_length"))
             staleness = version - rows.tensor("min_version")
             add("rollout/staleness", float(staleness.sum()), len(rows))
             add("rollout/staleness_max", float(staleness.max()))
@@ -467,7 +467,7 @@ class Journal:
         if not counts:
             return
         by_domain = np.sum(counts, axis=0)
-        for label, own in [*zip(self._domains, by_domain, strict=True), (NO_DOMAIN, by_domain.sum(0))]:
+        for label, own in [*zip(self._domains, by_domain, strict=True), (ALL_DOMAINS, by_domain.sum(0))]:
             for name, value in zip(("p01", "p50", "p99"), ratio_percentiles(own, (1, 50, 99)), strict=True):
                 if value == value:
                     self._sums.add(f"actor/ratio_{name}", value, label=label)
@@ -476,7 +476,7 @@ class Journal:
 
     def resumed(self, step: int) -> None:
         self._first = step
-        if goes_on(self._config, self.folder):
+        if continues_in_folder(self._config, self.folder):
             self.go_back(step)
         self._steps = step
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
@@ -571,7 +571,7 @@ def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
         _held_out_domain(sums, own, samples_per_prompt, str(domain))
     if len(rows):
         error = accuracy_error(rows.tensor("group").numpy(), rows.tensor("correct").double().numpy())
-        sums.add("validation/accuracy_error", error, label=NO_DOMAIN)
+        sums.add("validation/accuracy_error", error, label=ALL_DOMAINS)
     return sums
 
 

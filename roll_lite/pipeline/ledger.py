@@ -15,7 +15,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.files import flush
-from roll_lite.observability.run_folder import goes_on
+from roll_lite.observability.run_folder import continues_in_folder
 from roll_lite.pipeline.checkpoint_files import resumption
 from roll_lite.scheduler.supply import pacing_of
 from roll_lite.workers.model import Update
@@ -66,7 +66,7 @@ class Ledger:
         source = self._config.checkpoint.source
         if source is None:
             return None
-        return "." if goes_on(self._config, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
+        return "." if continues_in_folder(self._config, self._path.parent) else str(resumption(source).checkpoint.resolve().parent.parent)
 
     def step(self, step: int, version: int) -> None:
         self.write("step", step=step, version=version)

@@ -123,7 +123,7 @@ class Recovery:
 
     def _require_restart(self, failure: RankFailed) -> None:
         setting, allowed = self._allowed(failure.role)
-        if not failure.is_loss or allowed == 0:
+        if not failure.retryable or allowed == 0:
             raise failure
         now = time.monotonic()
         times = self._restarted[failure.role] = [at for at in self._restarted.get(failure.role, []) if now - at < BUDGET_SECONDS]

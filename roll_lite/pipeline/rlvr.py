@@ -89,7 +89,7 @@ class RLVRPipeline:
         self.resume()
         self.journal.ledger.start(self.steps_done, self.version)
         self.recovery.begin(self.state_dict())
-        if not self.checkpoints.goes_on or self.validation_is_due:  # a run that continues in its folder validates only when due
+        if not self.checkpoints.continues_in_folder or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
         if self.config.mode == "evaluate":
             return
@@ -414,7 +414,7 @@ class RLVRPipeline:
         if self.ptx is None:
             return shares
         ranks = self.models.actor.ranks
-        further = self.ptx.shares(len(shares[0].mini_batches), len(shares), ranks.layouts[0].attention_par)
+        further = self.ptx.shares(len(shares[0].mini_batches), len(shares), ranks.layouts[0].attention_parity_tokens)
         return [replace(share, supervised=rows) for share, rows in zip(shares, further, strict=True)]
 
     def cut(self, batch: Batch) -> list[MiniBatch]:

@@ -117,7 +117,7 @@ class LiveRollouts(BatchSource):
             self.restarts.living(tuple(EngineMemory))  # started replacements get this version
         # `WeightSync` loads the sender again, without effect, and offloads it before the KV cache is loaded.
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
-        return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
+        return self.engines.loaded(phase, also_loaded=[] if sender is None else [(sender, states(phase))])
 
     def sync(self, version: int) -> Pushed | None:
         pushed = self.weights.push(version) if self.weights is not None else None
@@ -136,7 +136,7 @@ class LiveRollouts(BatchSource):
         try:
             batch = self._complete(self._batch, f"step {step}", poll_all)
         except Exception as error:
-            if not (isinstance(error, RankFailed) and error.is_loss):
+            if not (isinstance(error, RankFailed) and error.retryable):
                 with suppress(Exception):  # the batch's failure counts
                     self.end_ledger()
             raise
@@ -162,7 +162,7 @@ class LiveRollouts(BatchSource):
             try:
                 result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
-                if failure.role == self.rollouts.name and failure.is_loss:
+                if failure.role == self.rollouts.name and failure.retryable:
                     self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
                 if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):
                     raise lost or failure from None

@@ -18,7 +18,7 @@ class Traces:
     engines: Engines | None
     journal: Journal
     steps: Collection[int] = ()
-    apart: Collection[str] = ()
+    nodes_without_run_folder: Collection[str] = ()
 
     def start(self, step: int) -> None:
         if step in self.steps:
@@ -34,7 +34,7 @@ class Traces:
         for model in self.models.all:
             found = model.ranks.all(ModelWorker.trace, folder)
             written = {f"{model.ranks.name}-{rank}.json.gz": why for rank, why in enumerate(found)}
-            model.bring_home(folder, [[] if why else [name] for name, why in written.items()], self.apart)
+            model.bring_home(folder, [[] if why else [name] for name, why in written.items()], self.nodes_without_run_folder)
             failed |= written
         missing = "".join(f"; {name} is missing: {why}" for name, why in failed.items() if why)
         self.journal.console.message(f"step {step}: profiler traces are in {folder}; open them at https://ui.perfetto.dev{missing}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from roll_lite.hub import written
+from roll_lite.hub import config_notation
 from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
@@ -62,7 +62,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    meant = named or written(path).partition("?")[0]
+    meant = named or config_notation(path).partition("?")[0]
     for name in [PurePath(meant).name, *([] if named is not None else [configuration])]:
         found = [one for one in table if _letters(name).startswith(_letters(one.partition("/")[2]))]
         if found:

@@ -112,6 +112,6 @@ class ModelReward(RewardType):
         return Score(value, output > self.threshold, {"reward_model": output})
 
 
-def nothing(sample: RewardInput) -> float:
+def zero_base(sample: RewardInput) -> float:
     """Return 0 as a base score, to which the model's score is added later."""
     return 0.0

@@ -55,11 +55,11 @@ class Remote:
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
-            self._tests.go_inside(f"{self._at}.{name}")
+            self._tests.abort_and_run_inside(f"{self._at}.{name}")
         raise AttributeError(f"an object of the program is no plain value: no attribute {name!r}")
 
     def _is_class(self, *_: Any) -> NoReturn:
-        self._tests.go_inside(f"{self._at} used as a class")
+        self._tests.abort_and_run_inside(f"{self._at} used as a class")
 
     __instancecheck__ = __subclasscheck__ = __mro_entries__ = _is_class
 
@@ -70,8 +70,11 @@ class Tests:
         self._heard = b""
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
-        self._ended = self._inside = self._stopped = ""
-        """Reasons, empty if none: why the program's process is unusable; why the test must run inside it; which limit was exceeded."""
+        self._dead_reason = ""
+        """Why the program's process is unusable."""
+        self._inside_reason = ""
+        """Why the test must run in the program's process."""
+        self._limit_hit = ""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
@@ -81,10 +84,10 @@ class Tests:
                 verdict = self._verdict(test)
             except _Aborted:
                 verdict = {}
-            if self._ended:
-                verdict = {"error": self._ended, "stopped": self._stopped}
+            if self._dead_reason:
+                verdict = {"error": self._dead_reason, "stopped": self._limit_hit}
             yield verdict
-            if self._ended or (fail_fast and verdict.get("error")):
+            if self._dead_reason or (fail_fast and verdict.get("error")):
                 return
 
     def _verdict(self, test: dict[str, Any]) -> dict[str, Any]:
@@ -95,25 +98,26 @@ class Tests:
             import_modules(test["imports"])
         except ImportError as error:
             return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
-        self._inside, self._used = test["inside"], any(not isinstance(value, Remote) for value in names.values())
-        if not self._inside:
+        self._inside_reason = test["inside"]
+        self._used = any(not isinstance(value, Remote) for value in names.values())
+        if not self._inside_reason:
             module = sys.modules[FROM_PROGRAM] = types.ModuleType(FROM_PROGRAM)
             module.__dict__.update(names)
             wrong = run_test(test, names)
             missing = [name for name in test["names"] if name not in names]
-            if not self._inside and not wrong and not self._used and not missing:
+            if not (self._inside_reason or wrong or self._used or missing):
                 return {"cannot": "the tests end without having used the program"}
-            if not self._inside:
+            if not self._inside_reason:
                 return {"error": wrong or ("" if self._used else f"NameError: name {missing[0]!r} is not defined")}
         token = secrets.token_hex()
         with self._reading():
             answer = self._ask({"do": "test", "test": test, "token": token})
             if answer["token"] != token:
                 raise ValueError
-            return {"error": str(answer["error"]), "inside": self._inside}
+            return {"error": str(answer["error"]), "inside": self._inside_reason}
 
-    def go_inside(self, why: str) -> NoReturn:
-        self._inside = self._inside or why
+    def abort_and_run_inside(self, why: str) -> NoReturn:
+        self._inside_reason = self._inside_reason or why
         raise _Aborted(why)
 
     def call(self, at: str | int | list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,7 +142,7 @@ class Tests:
     def _refer(self, value: Any) -> Any:
         if isinstance(value, Remote):
             return {"r": value._at}
-        self.go_inside(f"an argument of type {type(value).__name__}")
+        self.abort_and_run_inside(f"an argument of type {type(value).__name__}")
 
     def _read(self, data: Any) -> Any:
         return decode(data, lambda at: self._remotes.setdefault(int(at), Remote(self, int(at))))
@@ -165,7 +169,7 @@ class Tests:
         found = [self._heard]
         while b"\n" not in found[-1]:
             if not poller.poll(max(0.0, self._deadline - time.monotonic()) * 1000):
-                self._stopped = "wall"
+                self._limit_hit = "wall"
                 self._end("time limit: did not end")
             found.append(os.read(self._peer, 1 << 20))
             if not found[-1]:
@@ -176,7 +180,7 @@ class Tests:
         return line
 
     def _end(self, why: str) -> NoReturn:
-        self._ended = self._ended or why
+        self._dead_reason = self._dead_reason or why
         raise _Aborted(why)
 
 

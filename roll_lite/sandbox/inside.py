@@ -56,8 +56,8 @@ def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
-        "__seen__": seen,
-        "__named__": seen_by_name,
+        "__seen__": guard_value,
+        "__named__": guard_named_value,
         "__minus__": minus,
         "__true__": lambda one: one is not NotImplemented and one,
     }
@@ -241,7 +241,7 @@ class Operators:
         return taken | {name for kind, name, guard in self._guards if HELD_BY(kind).get(name) is not guard}
 
 
-def seen(value: Any) -> Any:
+def guard_value(value: Any) -> Any:
     """Guard the classes of a value and its items, which the program may have just created."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
@@ -254,10 +254,10 @@ def seen(value: Any) -> Any:
     return value
 
 
-def seen_by_name(value: Any) -> Any:
+def guard_named_value(value: Any) -> Any:
     """Guard the class of a value that a test reads from a variable or by subscript. Instances of classes older than the program are
-    skipped, containers too: `seen` guarded their items."""
-    return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else seen(value)
+    skipped, containers too: `guard_value` guarded their items."""
+    return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:

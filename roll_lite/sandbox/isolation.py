@@ -1,6 +1,6 @@
 """Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
 
-Outer walls (isolation) confine a preloaded interpreter (zygote.py) once; inner walls confine each forked program.
+A preloaded interpreter (zygote.py) is isolated once, then each program that it forks once more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIRST_OF_OWN = 2_000_000_000
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
-NEIGHBOURS = 512
+NPROC_ALLOWANCE = 512
 """Processes added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
@@ -48,8 +48,8 @@ TRIAL = {
 
 
 @dataclass
-class Walls:
-    """Outer isolation. `held`: mechanism by protection. `why_not`: reasons for missing protections."""
+class Isolation:
+    """Isolation of the interpreter. `held`: mechanism by protection. `why_not`: reasons for missing protections."""
 
     kind: str
     held: dict[str, str]
@@ -59,7 +59,7 @@ class Walls:
     user: int = NOBODY
 
 
-def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
+def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
     """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
@@ -72,9 +72,9 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _try_namespaces(readable: Sequence[str]) -> None:
-    walls = _namespaces(readable)
+    isolation = _namespaces(readable)
     if (inner := os.fork()) == 0:
-        go_inside(walls, filesystem.WORK, TRIAL, readable)
+        isolate_program(isolation, filesystem.WORK, TRIAL, readable)
     elif os.waitpid(inner, 0)[1]:
         raise OSError("")  # the inner process has reported the cause
 
@@ -99,7 +99,7 @@ def _trouble_with(change: Callable[[], None]) -> str:
     return "" if status == 0 else cause or "refused"
 
 
-def _namespaces(readable: Sequence[str]) -> Walls:
+def _namespaces(readable: Sequence[str]) -> Isolation:
     uid, gid = os.getuid(), os.getgid()
     own_users = True
     if _is_root_of_machine() or (uid == 0 and _works(_change_user)):
@@ -117,9 +117,9 @@ def _namespaces(readable: Sequence[str]) -> Walls:
         "processes": "pid namespace",
         "users": "user namespace" if own_users else f"user {NOBODY}, no capabilities",
     }
-    walls = Walls("namespaces", held, [], own_users)
-    _with_seccomp(walls)
-    return walls
+    isolation = Isolation("namespaces", held, [], own_users)
+    _with_seccomp(isolation)
+    return isolation
 
 
 def _is_root_of_machine() -> bool:
@@ -161,41 +161,41 @@ def _as_nobody() -> None:
     kernel.write_id_maps(NOBODY, NOBODY)
 
 
-def _with_seccomp(walls: Walls) -> None:
+def _with_seccomp(isolation: Isolation) -> None:
     try:
-        walls.filter = seccomp.build_filter()
-        walls.held["network"] += ", seccomp"
-        walls.held["system calls"] = "seccomp"
+        isolation.filter = seccomp.build_filter()
+        isolation.held["network"] += ", seccomp"
+        isolation.held["system calls"] = "seccomp"
     except OSError as error:
-        walls.why_not.append(f"seccomp: {error}")
+        isolation.why_not.append(f"seccomp: {error}")
 
 
-def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
+def _without_namespaces(why_not: list[str], wanted: str) -> Isolation:
     if wanted == "none":
-        return Walls("none", {}, why_not)
-    walls = Walls("landlock", {}, why_not)
+        return Isolation("none", {}, why_not)
+    isolation = Isolation("landlock", {}, why_not)
     try:
-        walls.filter = seccomp.build_filter(0)
-        walls.held |= {"network": "seccomp", "system calls": "seccomp"}
+        isolation.filter = seccomp.build_filter(0)
+        isolation.held |= {"network": "seccomp", "system calls": "seccomp"}
     except OSError as error:
         why_not.append(f"seccomp: {error}")
     abi = landlock_abi()
     if os.getuid() == 0 and _may_use_another_user():
         own = FIRST_OF_OWN + os.getpid()
-        walls.user = own if _works(lambda: _change_user(own)) else NOBODY
-        walls.held["users"] = f"user {walls.user}, no capability but to read what landlock shows"
+        isolation.user = own if _works(lambda: _change_user(own)) else NOBODY
+        isolation.held["users"] = f"user {isolation.user}, no capability but to read what landlock shows"
     elif os.getuid() == 0:
         why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
-    if walls.filter and (abi >= TRUNCATE_ABI or (abi and "users" in walls.held)):
-        walls.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
+    if isolation.filter and (abi >= TRUNCATE_ABI or (abi and "users" in isolation.held)):
+        isolation.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
     else:
         why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
-    lacks = _open_to_others(abi, bool(walls.filter), _is_root_of_machine(), "users" in walls.held)
+    lacks = _open_to_others(abi, bool(isolation.filter), _is_root_of_machine(), "users" in isolation.held)
     if lacks:
         why_not.append(f"processes: {lacks}")
     else:
-        walls.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
-    return walls
+        isolation.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
+    return isolation
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
@@ -210,34 +210,34 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
     return ""
 
 
-def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
+def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
     """Isolate a program's process and set its limits. OSError if that fails."""
     os.setsid()  # signals to the process's own group would pass through pid namespaces
-    if walls.kind == "namespaces":
-        _own_namespaces(walls, limits)
+    if isolation.kind == "namespaces":
+        _own_namespaces(isolation, limits)
     else:
         os.chdir(folder)
-    alone = walls.kind == "namespaces" or ("users" in walls.held and walls.user != NOBODY)
-    _set_limits(limits, 0 if alone else NEIGHBOURS + _threads_of(NOBODY if "users" in walls.held else os.getuid()))
-    if walls.kind == "none":
+    alone = isolation.kind == "namespaces" or ("users" in isolation.held and isolation.user != NOBODY)
+    _set_limits(limits, 0 if alone else NPROC_ALLOWANCE + _threads_of(NOBODY if "users" in isolation.held else os.getuid()))
+    if isolation.kind == "none":
         return
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    few_files = walls.kind == "landlock" and landlock_abi() > 0
+    few_files = isolation.kind == "landlock" and landlock_abi() > 0
     if few_files:
         shown, named = _shown_by_landlock(tuple(readable))
         restrict_files(shown, [folder], filesystem.DEVICES, named)
     kept = 0
-    if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
+    if os.getuid() == 0 and not isolation.own_users and "users" in isolation.held:
         if few_files:  # needed to read an interpreter below root's home; landlock still limits what may be read
             kept = kernel.CAP_DAC_READ_SEARCH
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
-        _change_user(walls.user)
+        _change_user(isolation.user)
     kernel.drop_capabilities(kept)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user resets it
-    if walls.filter:
-        signals_stay = landlock_abi() >= SCOPE_ABI or ("users" in walls.held and walls.user != NOBODY)
-        seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
+    if isolation.filter:
+        signals_stay = landlock_abi() >= SCOPE_ABI or ("users" in isolation.held and isolation.user != NOBODY)
+        seccomp.install_filter(isolation.filter if isolation.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
 
 
 @functools.cache
@@ -251,11 +251,11 @@ def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]
     return list(dict.fromkeys(shown)), list(dict.fromkeys(named))
 
 
-def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
+def _own_namespaces(isolation: Isolation, limits: Mapping[str, Any]) -> None:
     # With a seccomp filter, programs cannot leave anything in the outer network and IPC namespaces.
-    kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
+    kernel.unshare(kernel.CLONE_NEWNS if isolation.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
-    owner = "" if walls.own_users else f",uid={NOBODY},gid={NOBODY}"
+    owner = "" if isolation.own_users else f",uid={NOBODY},gid={NOBODY}"
     kernel.mount(
         "tmpfs", filesystem.WORK, "tmpfs", safe, f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=700{owner}"
     )
@@ -267,7 +267,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
     except OSError:  # the container hides parts of its /proc
         kernel.mount("tmpfs", "/proc", "tmpfs", safe | kernel.MS_RDONLY, "size=4k")
     os.chdir(filesystem.WORK)
-    if walls.own_users:
+    if isolation.own_users:
         kernel.unshare(kernel.CLONE_NEWUSER)
 
 

@@ -53,7 +53,7 @@ class Usage:
     def resume(self) -> None:
         self._looked = time.monotonic()
 
-    def passed(self, first: int, members: Sequence[int]) -> str:
+    def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
         """Take a sample; return the name of an exceeded limit, or "". `first`: pid of the program's first process."""
         limits = self._limits
         now = time.monotonic()

@@ -29,14 +29,14 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 }
 """Standard types that count as plain data, with functions that return the arguments to rebuild a value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
-MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
+FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """Type name -> required type of the first argument; decoding a number there could make a huge object."""
-MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
+ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """Type name -> required type of all arguments. Decoding would otherwise compute, for example, Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
 """Maximum items with the same hash in a decoded set or dict; stops hash flooding."""
-HELD: dict[type, Callable[[Any], Any]] = {
+PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
     tuple: lambda value: tuple(tuple.__iter__(value)),
@@ -92,7 +92,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    for base, read in HELD.items():
+    for base, read in PLAIN_READERS.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)
     return value
@@ -135,9 +135,9 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         return items if find is None else VIEWS[inner[0]](items)
     if kind == "o":
         name, args = inner[0], decode(inner[1], find)
-        if type(args[0]) is not MADE_OF.get(name, type(args[0])):
+        if type(args[0]) is not FIRST_ARGUMENT_TYPE.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
-        part = MADE_OF_PARTS.get(name)
+        part = ARGUMENT_TYPE.get(name)
         if part is not None and not all(type(one) is part and _digits(one) <= LONGEST_NUMBER for one in args):
             raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
         if name == "OrderedDict":

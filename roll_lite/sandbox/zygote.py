@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from roll_lite.sandbox import kernel
 from roll_lite.sandbox.cgroup import Group, die_first, make_group
 from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
-from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
+from roll_lite.sandbox.isolation import Isolation, isolate_interpreter, isolate_program, reset_signals
 from roll_lite.sandbox.kernel import KILL, PAUSE
 from roll_lite.sandbox.loaded import LOADED
 from roll_lite.sandbox.programs import run_program
@@ -52,9 +52,9 @@ PIDFD_OPEN = 434
 def main(control: int, settings: dict[str, Any]) -> None:
     line = socket.socket(fileno=control)
     group = make_group() if settings["control_group"] else None
-    walls = build_outer_walls(settings["readable"], settings["walls"])
+    isolation = isolate_interpreter(settings["readable"], settings["walls"])
     folder = ""
-    if walls.kind != "namespaces":
+    if isolation.kind != "namespaces":
         for old in claimed_by_none(tempfile.gettempdir(), FOLDER):
             remove_folder(old)
         folder = tempfile.mkdtemp(prefix=FOLDER)
@@ -66,7 +66,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
         os.close(say_left)
         _clean_up_after(pid, folder, left)
     os.close(left)
-    if walls.kind == "namespaces":
+    if isolation.kind == "namespaces":
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     else:
@@ -88,9 +88,9 @@ def main(control: int, settings: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()
     counted = {"counted": list(group.counts), "group": group.folder} if group is not None else {"counted": [], "group": ""}
-    line.sendall(json.dumps({"kind": walls.kind, "held": walls.held, "why_not": walls.why_not, **counted}).encode() + b"\n")
+    line.sendall(json.dumps({"kind": isolation.kind, "held": isolation.held, "why_not": isolation.why_not, **counted}).encode() + b"\n")
     try:
-        Zygote(line, walls, settings["readable"], folder, group, say_left).serve()
+        Zygote(line, isolation, settings["readable"], folder, group, say_left).serve()
     finally:
         remove_folder(folder)
 
@@ -113,15 +113,17 @@ def _left_folders(folder: str) -> list[str]:
 
 
 class Zygote:
-    def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
+    def __init__(
+        self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None, say_left: int
+    ) -> None:
         """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: pipe to tell the parent process of folders to
         remove."""
         self._line = line
-        self._walls = walls
+        self._isolation = isolation
         self._readable = readable
         self._parent = folder
         self._say_left = say_left
-        self._namespaces = walls.kind == "namespaces"
+        self._namespaces = isolation.kind == "namespaces"
         self._group = group
         self._usage = Usage(group, self._namespaces)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self._namespaces else -1
@@ -178,8 +180,8 @@ class Zygote:
             yield WORK
             return
         folder = tempfile.mkdtemp(dir=self._parent)
-        if "users" in self._walls.held:
-            os.chown(folder, self._walls.user, self._walls.user)
+        if "users" in self._isolation.held:
+            os.chown(folder, self._isolation.user, self._isolation.user)
         try:
             yield folder
         finally:
@@ -203,7 +205,7 @@ class Zygote:
                 os.closerange(say + 1, HIGHEST_FILE)
                 if not self._namespaces:
                     os.environ["HOME"] = os.environ["TMPDIR"] = folder
-                go_inside(self._walls, folder, limits, self._readable)
+                isolate_program(self._isolation, folder, limits, self._readable)
             except BaseException as error:
                 os.write(say, f"{type(error).__name__}: {error}".encode())
                 os._exit(125)
@@ -243,7 +245,7 @@ class Zygote:
                     continue
                 pause = LOOK_S * random.uniform(0.5, 1.5)
                 late = time.monotonic() - started > limits["wall_s"]
-                stopped = "output" if events is None else "wall" if late else self._usage.passed(pid, self._members(pid))
+                stopped = "output" if events is None else "wall" if late else self._usage.exceeded_limit(pid, self._members(pid))
                 if stopped:
                     _kill(self._members(pid))  # kill all before waiting for the first: others could still write
                     break

@@ -27,7 +27,7 @@ class Admission:
         batches: int | None,
     ) -> None:
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
-        self.asked = self.handed_out = self._resumed_at = 0
+        self.batches_requested = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
         """Admitted requests that have not reached the router: their number and expected tokens."""
         self._domains, self._schedulers = domains, schedulers
@@ -44,13 +44,13 @@ class Admission:
         """Start prompts while there is room; in deterministic runs only once no group is running."""
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
-        if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
+        if self.batches_requested == self.handed_out and self._pacing.supply.max_staleness == 0:
             return  # a prompt started now would be too old for the next batch
         for scheduler in self._schedulers.values():
             while scheduler.owed and self._has_room():
-                if scheduler.admit_replacement(self.asked):
+                if scheduler.admit_replacement(self.batches_requested):
                     self._announce(scheduler.name)
-        most, due = self._most_places(), self._asked_places()
+        most, due = self._most_places(), self._requested_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         enough = {name for name in room if self._has_enough(name)}
@@ -59,7 +59,7 @@ class Admission:
             if found is None:
                 return
             name, place = found
-            if self._schedulers[name].admit(self.asked):
+            if self._schedulers[name].admit(self.batches_requested):
                 self._announce(name)
                 if place >= due:
                     room[name] -= self._domains[name].group_size
@@ -89,26 +89,26 @@ class Admission:
 
     def is_due(self, domain: str) -> bool:
         """Return True if a requested batch needs a prompt of this domain that has not started."""
-        return self.plan.has_open(domain, self._asked_places()) and not self._schedulers[domain].exhausted
+        return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
-    def oldest_at_next_turn(self, domain: str) -> int:
+    def minimum_admission_batch(self, domain: str) -> int:
         """Return the earliest admission time, in requested batches, of a group that is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
-        return self.asked + self.plan.turns_until(domain, most) - most
+        return self.batches_requested + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
         """Return True if finished groups fill the next three batches; further groups would become stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
-        batches = self._pacing.supply.batches(self.asked, self.handed_out)
+        batches = self._pacing.supply.batches(self.batches_requested, self.handed_out)
         ahead = ceil((self._pacing.oversample - 1) * self.plan.size)
         if self._batches is not None:
             batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self.plan.size)
         return (batches - self._resumed_at) * self.plan.size + ahead if batches else 0
 
-    def _asked_places(self) -> int:
-        return (self.asked - self._resumed_at) * self.plan.size
+    def _requested_places(self) -> int:
+        return (self.batches_requested - self._resumed_at) * self.plan.size
 
     # ------------------------------------------------------------ rewards that lag
 
@@ -131,7 +131,7 @@ class Admission:
 
     def finish_batch(self) -> None:
         self._note_behind(self._behind)
-        self.handed_out = self.asked
+        self.handed_out = self.batches_requested
 
     # ------------------------------------------------------------ checkpoints
 
@@ -143,4 +143,4 @@ class Admission:
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)
         self.plan.load_state_dict(state["mix"])
-        self.asked = self.handed_out = self._resumed_at = state["batches"]
+        self.batches_requested = self.handed_out = self._resumed_at = state["batches"]

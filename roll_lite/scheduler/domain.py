@@ -20,8 +20,9 @@ from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
 """Number of consecutive lost groups (all samples failed) with which the run fails; 3 times the prompts per batch if that is more."""
-LONGER, MOST_LOST = 4, 7 / 8
-"""Second limit: the run fails if the fraction MOST_LOST of LONGER times as many groups is lost."""
+LONG_WINDOW_FACTOR = 4
+MAX_LOST_FRACTION = 7 / 8
+"""Second limit: the run fails if the fraction MAX_LOST_FRACTION of LONG_WINDOW_FACTOR times as many groups is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -81,21 +82,21 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class _PutBack:
+class _PromptToStart:
     row: tuple[int, int]
     """Epoch and row number of the prompt."""
     group: int | None = None
     """Number of the prompt's group in the checkpoint from which the run resumed, if any."""
-    admitted: int | None = None
-    """Batches requested before group `group` was admitted; staleness of its saved samples counts from here."""
+    batches_requested: int | None = None
+    """Batches requested before `group` was admitted; staleness of its saved samples counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
 class _Live:
     number: int
-    prompt: _PutBack
-    admitted: int
+    prompt: _PromptToStart
+    batches_requested: int
     """Batches requested before the group started; staleness counts from here."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
@@ -132,12 +133,12 @@ class DomainScheduler:
         self._changed, self._broken, self._on_left_out = changed, broken, left_out
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
-        self._put_back: deque[_PutBack] = deque()
+        self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
         """For prompts in flight at the resumed checkpoint: number of the new group, by that of the old."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
-        self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
+        self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
         """Cause of loss of each of the latest groups; None: not lost. Stale groups are left out."""
         self._given_up = 0
         """Filtered groups that are not replaced, so that the next batch may be smaller."""
@@ -172,27 +173,29 @@ class DomainScheduler:
 
     def start_batch(self, count: int) -> None:
         self._failure_limit = max(LEAST_LOSSES, 3 * count)
-        self._ends = deque(self._ends, maxlen=LONGER * self._failure_limit)
+        self._ends = deque(self._ends, maxlen=LONG_WINDOW_FACTOR * self._failure_limit)
         self._tries_left = (self.running + self.owed) * self._further_tries
         self._waits_for = None
 
     # ------------------------------------------------------------ admission
 
-    def admit(self, clock: int) -> bool:
-        """Start another prompt; return False if none is left. `clock`: batches requested so far."""
+    def admit(self, batches_requested: int) -> bool:
+        """Start another prompt; return False if none is left."""
         self._tries_left += self._further_tries
-        return self._start(clock)
+        return self._start(batches_requested)
 
-    def admit_replacement(self, clock: int) -> bool:
+    def admit_replacement(self, batches_requested: int) -> bool:
         self.owed -= 1
-        return self._start(clock)
+        return self._start(batches_requested)
 
-    def _start(self, clock: int) -> bool:
+    def _start(self, batches_requested: int) -> bool:
         if self.exhausted:
             return False
-        prompt = self._put_back.popleft() if self._put_back else _PutBack(self._domain.order.next())
+        prompt = self._put_back.popleft() if self._put_back else _PromptToStart(self._domain.order.next())
         self.epoch = max(self.epoch, prompt.row[0])
-        live = _Live(self._group_numbers(), prompt, prompt.admitted if prompt.saved and prompt.admitted is not None else clock)
+        if prompt.saved and prompt.batches_requested is not None:
+            batches_requested = prompt.batches_requested
+        live = _Live(self._group_numbers(), prompt, batches_requested)
         self._running[live.number] = live
         self.counts.admitted += 1
         self._recorder.domains[self.name].admitted += 1
@@ -255,7 +258,7 @@ class DomainScheduler:
         self.counts.lost += 1
         self.owed += 1
         self._ends.append(cause)
-        for last, most in ((self._failure_limit, 1.0), (LONGER * self._failure_limit, MOST_LOST)):
+        for last, most in ((self._failure_limit, 1.0), (LONG_WINDOW_FACTOR * self._failure_limit, MAX_LOST_FRACTION)):
             causes = Counter(end for end in list(self._ends)[-last:] if end is not None)
             if len(self._ends) >= last and causes.total() >= most * last:
                 raise DomainFailed(
@@ -278,11 +281,11 @@ class DomainScheduler:
                 "rollout.filter.when_short: continue trains on what there is"
             )
 
-    def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
+    def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return the batch's `count` groups in order of admission; None if not ready.
 
-        The batch waits for a running group admitted before `oldest_next`, which the next batch could not take: dropping slow groups would
-        favour short responses.
+        The batch waits for a running group admitted before `minimum_admission_batch`, which the next batch could not take: dropping slow
+        groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -290,7 +293,7 @@ class DomainScheduler:
             return None
         oldest = next(iter(self._running.values()), None)
         numbers = sorted(self._finished)
-        if oldest is not None and oldest.admitted < oldest_next and sum(number < oldest.number for number in numbers) < count:
+        if oldest and oldest.batches_requested < minimum_admission_batch and sum(one < oldest.number for one in numbers) < count:
             self._waits_for = oldest.number
             return None
         groups = []
@@ -309,10 +312,9 @@ class DomainScheduler:
         oldest = sorted(self.live)[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
-    def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """End groups too old for the next batch, and put their prompts first in the queue. `clock`: batches requested, the next
-        included."""
-        stale = [live for live in self._groups if live.admitted < clock - max_staleness]
+    def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
+        """End groups too old for the next batch, and put their prompts first in the queue. `batches_requested` includes the next."""
+        stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
                 del self._finished[live.number]
@@ -321,7 +323,7 @@ class DomainScheduler:
                 del self._running[live.number]
                 if live.samples is not None:
                     live.samples.cancel()
-            self._put_back.appendleft(_PutBack(live.row))
+            self._put_back.appendleft(_PromptToStart(live.row))
             self.counts.stale += 1
             self.owed += 1
             cause = UNFINISHED if live.group is None else SURPLUS
@@ -339,7 +341,7 @@ class DomainScheduler:
         self._ledger.append(self._line(live, end, cause, group))
 
     def _line(self, live: _Live, end: str, cause: str | None = None, group: SampleGroup | None = None) -> dict[str, Any]:
-        return group_line(live.number, self.name, live.row, live.admitted, end, cause, group, live.prompt.group)
+        return group_line(live.number, self.name, live.row, live.batches_requested, end, cause, group, live.prompt.group)
 
     @property
     def live(self) -> list[int]:
@@ -359,20 +361,21 @@ class DomainScheduler:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        live = [(one.row, one.number, one.admitted) for one in sorted(self._groups, key=lambda live: live.number)]
-        put_back = [(one.row, one.group, one.admitted) for one in self._put_back]
-        unfinished = [{"row": row, "group": group, "asked": admitted} for row, group, admitted in [*live, *put_back]]
+        live = [(one.row, one.number, one.batches_requested) for one in sorted(self._groups, key=lambda live: live.number)]
+        put_back = [(one.row, one.group, one.batches_requested) for one in self._put_back]
+        unfinished = [{"row": row, "group": group, "asked": requested} for row, group, requested in [*live, *put_back]]
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
-    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, oldest: int) -> None:
-        """Restore the state. Prompts of undelivered groups start again; their `saved` samples continue, unless admitted before `oldest`
+    def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
+        """Restore the state. Prompts of undelivered groups start again; their `saved` samples continue, unless admitted before
+        `minimum_admission_batch`
         batches were requested."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
-            samples = saved.get(one["group"], {}) if one["asked"] is not None and one["asked"] >= oldest else {}
+            samples = saved.get(one["group"], {}) if one["asked"] is not None and one["asked"] >= minimum_admission_batch else {}
             epoch, index = one["row"]
-            self._put_back.append(_PutBack((epoch, index), one["group"], one["asked"], samples))
+            self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
         """Return the number of the group that continues group `number` of the resumed checkpoint, or `number` itself."""

@@ -64,12 +64,12 @@ class Collected:
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
 
-    def lying_in(self, blocks: Sequence[Any]) -> Collected:
+    def with_blocks(self, blocks: Sequence[Any]) -> Collected:
         """Replace block numbers in references to tokens by the blocks themselves."""
-        return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
+        return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 
-def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
+def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
     return [turn if turn.tokens is None else turn._replace(tokens=turn.tokens._replace(block=blocks[turn.tokens.block])) for turn in turns]
 
 

@@ -108,15 +108,15 @@ class Flight(Asked):
         "_since",
         "_timeout_s",
         "_timer",
+        "aborts_without_progress",
+        "assigned",
         "begun",
+        "continuations",
         "cost",
         "domain",
         "engine",
         "expected",
         "first",
-        "fruitless",
-        "legs",
-        "place",
         "prefix",
         "so_far",
         "survived",
@@ -124,7 +124,7 @@ class Flight(Asked):
     )
     engine: EngineLoad
     cost: float
-    place: asyncio.Future[None]
+    assigned: asyncio.Future[None]
     """Future that resolves when a waiting request is assigned to an engine."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Flight(Asked):
         self.domain, self.first, self.expected = domain, first, expected
         self.request, self.parts = first, []
         self.so_far = so_far
-        self.legs, self.fruitless = int(so_far is not None), 0
+        self.continuations, self.aborts_without_progress = int(so_far is not None), 0
         self.survived: tuple[EngineLost, ...] = ()
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
@@ -178,7 +178,7 @@ class Flight(Asked):
 
     def interrupted(self, turn: Turn) -> None:
         self.so_far = joined(self.so_far, turn)
-        self.legs += 1
+        self.continuations += 1
 
     def survive(self, loss: EngineLost) -> None:
         self.survived += (loss,)
@@ -194,9 +194,9 @@ class Flight(Asked):
         if self.so_far is None:
             return self.first
         sampling, done = self.first.sampling, self.so_far.length
-        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
+        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.continuations)
         rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
-        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, done, self.first.wants_ids)
+        return GenerationRequest(f"{self.first.request_id}~{self.continuations}", (), rest, self.so_far.tokens, done, self.first.wants_ids)
 
     # ------------------------------------------------------------ at one engine
 

@@ -15,20 +15,20 @@ def group_line(
     number: int,
     domain: str,
     row: tuple[int, int],
-    asked: int,
+    batches_requested: int,
     end: str,
     cause: str | None = None,
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return an ended group's line. `asked`: batches requested at its start. `continues`: dropped group whose prompt it restarts."""
+    """Return an ended group's line. `batches_requested`: at its start. `continues`: dropped group whose prompt it restarts."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,
         "domain": domain,
         "epoch": row[0],
         "prompt": row[1],
-        "asked": asked,
+        "asked": batches_requested,
         "end": end,
     }
     if cause is not None:

@@ -20,7 +20,7 @@ NEW_COST = 0.1
 READY_SHARE = 0.25
 """Requests sent beyond an engine's slots (requests run at a time), as a fraction of the slots: they wait in the engine and fill free slots
 at once."""
-FRUITLESS = 3
+MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Aborts in a row without progress after which a request fails."""
 
 
@@ -118,8 +118,8 @@ class Router:
                 if isinstance(failure, EngineLost):
                     flight.survive(failure)
                 elif is_lost and not self._held:
-                    flight.fruitless += 1
-                if is_lost and flight.fruitless >= FRUITLESS:
+                    flight.aborts_without_progress += 1
+                if is_lost and flight.aborts_without_progress >= MAX_ABORTS_WITHOUT_PROGRESS:
                     raise RequestFailed("aborted by the engine")
                 if await wave.starts_again(flight.first.request_id, flight.engine.client.name, is_lost):
                     flight.start_over()
@@ -132,14 +132,14 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request from its tokens. Raise RequestFailed after FRUITLESS aborts without progress; those by `hold` do
-        not count."""
+        """Continue an aborted request from its tokens. Raise RequestFailed after too many aborts without progress; those by `hold` do not
+        count."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
-            flight.fruitless = 0
+            flight.aborts_without_progress = 0
         elif not self._held:
-            flight.fruitless += 1
-            if flight.fruitless >= FRUITLESS or turn.length:
+            flight.aborts_without_progress += 1
+            if flight.aborts_without_progress >= MAX_ABORTS_WITHOUT_PROGRESS or turn.length:
                 partial = joined(flight.so_far, turn) if turn.length else flight.so_far
                 raise RequestFailed("aborted by the engine", partial)
 
@@ -248,14 +248,14 @@ class Router:
 
     async def _place(self, flight: Flight) -> None:
         if self._waiting or self._held or not self._give(flight):
-            await self._queue(flight, has_begun=bool(flight.legs) or flight.first.context is not None)
+            await self._queue(flight, has_begun=bool(flight.continuations) or flight.first.context is not None)
             # Other tasks ran since `_give`: if the engine has left or requests are held meanwhile, give the place back.
             while self._held or not flight.engine.serves:
                 self._free(flight)
                 await self._queue(flight, has_begun=True)
 
     async def _queue(self, flight: Flight, has_begun: bool) -> None:
-        flight.place = asyncio.get_running_loop().create_future()
+        flight.assigned = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(flight.domain, deque())
         if has_begun:
             queue.appendleft(flight)
@@ -263,11 +263,11 @@ class Router:
             queue.append(flight)
         self._waiting += 1
         try:
-            await flight.place
+            await flight.assigned
         except asyncio.CancelledError:
-            if flight.place.cancelled():
+            if flight.assigned.cancelled():
                 self._waiting -= 1  # dropped from the queue at its front
-            elif flight.place.exception() is None:
+            elif flight.assigned.exception() is None:
                 self._free(flight)
             raise
 
@@ -297,13 +297,13 @@ class Router:
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
-            if not flight.place.cancelled():
+            if not flight.assigned.cancelled():
                 try:
                     if not self._give(flight):
                         return
-                    flight.place.set_result(None)
+                    flight.assigned.set_result(None)
                 except NoEngineLeft as error:
-                    flight.place.set_exception(error)
+                    flight.assigned.set_exception(error)
                 self._waiting -= 1
             queue.popleft()
 

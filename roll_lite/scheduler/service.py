@@ -130,7 +130,7 @@ class RolloutService:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
         assert admission.plan.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.plan.size}"
-        admission.asked += 1
+        admission.batches_requested += 1
         admission.plan.size = prompts
         if admission.drop_exhausted() and not (admission.plan.ahead and any(not one.at_end for one in self._schedulers.values())):
             raise DataExhausted(
@@ -189,7 +189,7 @@ class RolloutService:
                 raise self._error
             for name, count in quota.items():
                 if name not in self._taken and not self._admission.is_due(name):
-                    groups = self._schedulers[name].take(count, self._admission.oldest_at_next_turn(name))
+                    groups = self._schedulers[name].take(count, self._admission.minimum_admission_batch(name))
                     if groups is not None:
                         self._taken[name] = groups
             if len(self._taken) == len(quota):
@@ -204,7 +204,7 @@ class RolloutService:
 
     async def _go_on(self) -> None:
         for scheduler in self._schedulers.values():
-            scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
+            scheduler.drop_stale(self._admission.batches_requested + 1, self._supply.max_staleness)
         if self._pacing.engines_rest:
             await self._router.hold(interrupt=True)
         self._admit()

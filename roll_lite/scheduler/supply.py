@@ -31,8 +31,8 @@ class Supply(Protocol):
         """True if batches are generated one at a time."""
         ...
 
-    def batches(self, asked: int, handed_out: int) -> int:
-        """Return the number of batches whose prompts may start. `asked`: batches requested. `handed_out`: batches delivered."""
+    def batches(self, batches_requested: int, handed_out: int) -> int:
+        """Return the number of batches whose prompts may start."""
         ...
 
 
@@ -43,8 +43,8 @@ class Synchronous:
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
 
-    def batches(self, asked: int, handed_out: int) -> int:
-        return asked
+    def batches(self, batches_requested: int, handed_out: int) -> int:
+        return batches_requested
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class OneStepOff:
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
 
-    def batches(self, asked: int, handed_out: int) -> int:
-        return handed_out + 1 if handed_out else asked
+    def batches(self, batches_requested: int, handed_out: int) -> int:
+        return handed_out + 1 if handed_out else batches_requested
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Asynchronous:
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
 
-    def batches(self, asked: int, handed_out: int) -> int:
-        return asked + self.max_staleness if asked else 0
+    def batches(self, batches_requested: int, handed_out: int) -> int:
+        return batches_requested + self.max_staleness if batches_requested else 0
 
 
 SUPPLIES: dict[str, type[Synchronous | OneStepOff | Asynchronous]] = {

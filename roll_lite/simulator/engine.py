@@ -14,7 +14,7 @@ from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
 """Seconds between progress reports, as in real engine workers. Reported tokens survive an engine's death."""
-HAIR = 1e-6
+TOKEN_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,15 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in an engine. Running requests advance at the same pace and share the counter `SimulatedEngine._decoded`: a request has
-    `_decoded - zero` tokens."""
+    """Request in an engine. Running requests advance at the same pace and share a counter: a request has
+    `SimulatedEngine._decoded_per_request - decoded_at_start` tokens."""
 
     asked: Asked
     prompt: int
     tokens: int
     reason: FinishReason
     generated: float = 0.0
-    zero: float = 0.0
+    decoded_at_start: float = 0.0
     prefix: str = ""
     """Key of the prompt, which a group's samples share."""
     slot: int = -1
@@ -124,7 +124,7 @@ class SimulatedEngine:
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
         """Running requests by shared prompt, which is prefilled only once."""
-        self._decoded = 0.0
+        self._decoded_per_request = 0.0
         """Tokens that a request running since the engine's start would have."""
         self._cached = 0.0
         self._prefill_s = 0.0
@@ -144,14 +144,14 @@ class SimulatedEngine:
         if self.dead is not None:
             asked.answer.set_exception(EngineLost(self.name, self.dead))
             return
-        whole, most = self._length(request) - request.resumed, request.sampling.max_tokens
+        whole, most = self._length(request) - request.resumed_tokens, request.sampling.max_tokens
         prompt = request.prompt_length
         reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
         run = _Run(asked, prompt, max(1, min(whole, most)), reason)
         run.prefix = "/".join(request.request_id.split("/", 4)[:4])
         self._runs[request.request_id] = run
         self._waiting.append(run)
-        self._look_soon()
+        self._process_due_events_soon()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self.hangs:
@@ -160,7 +160,7 @@ class SimulatedEngine:
         for run in [self._runs[one] for one in request_ids if one in self._runs]:
             self._end(run, FinishReason.ABORT)
         self._waiting = deque(run for run in self._waiting if run.asked.request.request_id in self._runs)
-        self._look_soon()
+        self._process_due_events_soon()
 
     # ------------------------------------------------------------ events from outside
 
@@ -170,7 +170,7 @@ class SimulatedEngine:
         for run in self._running.values():
             self._record_span(run)
         self._frozen = True
-        self._look_soon()
+        self._process_due_events_soon()
 
     def update(self, version: int) -> None:
         """Use new weights. Running requests continue after a new prefill."""
@@ -183,7 +183,7 @@ class SimulatedEngine:
             self._stamp(run)
             self._prefill(run)
         self._frozen = False
-        self._look_soon()
+        self._process_due_events_soon()
 
     def hang(self) -> None:
         self.hangs = True
@@ -217,24 +217,24 @@ class SimulatedEngine:
         prefilling = min(elapsed, self._prefill_s)
         self._prefill_s -= prefilling
         tokens = self.rates.tokens(elapsed - prefilling, running, self._cached)
-        self._decoded += tokens
+        self._decoded_per_request += tokens
         self._cached += running * tokens
 
-    def _look_soon(self) -> None:
-        """Schedule `_look` after other events at the same time."""
+    def _process_due_events_soon(self) -> None:
+        """Schedule `_process_due_events` after other events at the same time."""
         if not self._arming and self.dead is None:
             self._arming = True
-            self._loop.call_soon(self._look)
+            self._loop.call_soon(self._process_due_events)
 
-    def _look(self) -> None:
+    def _process_due_events(self) -> None:
         self._arming = False
         if self.dead is not None:
             return
         self._settle()
-        ends, reached = self._ends, self._decoded + HAIR
+        ends, reached = self._ends, self._decoded_per_request + TOKEN_TOLERANCE
         while ends and (ends[0][2].slot < 0 or ends[0][0] <= reached):
             run = heapq.heappop(ends)[2]
-            if run.slot >= 0 and run.zero + run.tokens <= reached:
+            if run.slot >= 0 and run.decoded_at_start + run.tokens <= reached:
                 self._end(run, run.reason)
         if not self._frozen:
             if self._is_full():
@@ -245,12 +245,12 @@ class SimulatedEngine:
             self._timer.cancel()
             self._timer = None
         if self._running and not self._frozen:
-            self._timer = self._loop.call_later(self._until_next(), self._look)
+            self._timer = self._loop.call_later(self._until_next(), self._process_due_events)
 
     def _until_next(self) -> float:
         """Seconds until a request ends or the cache is full."""
         running = len(self._running)
-        tokens = self._ends[0][0] - self._decoded
+        tokens = self._ends[0][0] - self._decoded_per_request
         if self.limits.cached_tokens is not None and running > 1:
             tokens = min(tokens, (self.limits.cached_tokens - self._cached) / running)
         return self._prefill_s + self.rates.seconds(max(0.0, tokens), running, self._cached)
@@ -269,13 +269,13 @@ class SimulatedEngine:
 
     def _start(self, run: _Run) -> None:
         request = run.asked.request
-        run.slot, run.since, run.zero = heapq.heappop(self._slots), self._settled, self._decoded - run.generated
+        run.slot, run.since, run.decoded_at_start = heapq.heappop(self._slots), self._settled, self._decoded_per_request - run.generated
         self._stamp(run)
         run.cached = self._prefill(run)
         self._cached += run.prompt + run.generated
         self._running[request.request_id] = run
         self._admitted += 1
-        heapq.heappush(self._ends, (run.zero + run.tokens, self._admitted, run))
+        heapq.heappush(self._ends, (run.decoded_at_start + run.tokens, self._admitted, run))
         run.asked.generated(self._tokens(run))
         if not self._reporting:
             self._reporting = True
@@ -283,7 +283,7 @@ class SimulatedEngine:
 
     def _prefill(self, run: _Run) -> int:
         """Add a request's prefill time, without cached prompt tokens; returns the number of cached tokens."""
-        held = run.prompt - run.asked.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
+        held = run.prompt - run.asked.request.resumed_tokens - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held
         self.prefilled += tokens
@@ -318,18 +318,18 @@ class SimulatedEngine:
 
     def _leave(self, run: _Run) -> None:
         self._record_span(run)
-        self._cached -= run.prompt + self._decoded - run.zero
+        self._cached -= run.prompt + self._decoded_per_request - run.decoded_at_start
         heapq.heappush(self._slots, run.slot)
         run.slot = -1
         self._prefixes[run.prefix] -= 1
         del self._running[run.asked.request.request_id]
         if not self._running:  # discard accumulated rounding errors
-            self._cached = self._decoded = self._prefill_s = 0.0
+            self._cached = self._decoded_per_request = self._prefill_s = 0.0
             self._ends.clear()
 
     def _is_full(self) -> bool:
         most = self.limits.cached_tokens
-        return most is not None and len(self._running) > 1 and self._cached >= most - HAIR * len(self._running)
+        return most is not None and len(self._running) > 1 and self._cached >= most - TOKEN_TOLERANCE * len(self._running)
 
     def _put_newest_back(self) -> None:
         run = self._running[next(reversed(self._running))]
@@ -341,7 +341,7 @@ class SimulatedEngine:
     def _tokens(self, run: _Run) -> int:
         if run.slot < 0:
             return int(run.generated)
-        return min(run.tokens, int(self._decoded - run.zero + HAIR))
+        return min(run.tokens, int(self._decoded_per_request - run.decoded_at_start + TOKEN_TOLERANCE))
 
     def _stamp(self, run: _Run) -> None:
         start = self._tokens(run)

@@ -67,7 +67,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
-    task = _Task(rows, kl, kl_coef, algorithm.reward.scale, data_rank, gather, _whitening(rows, gather) if whitened else None)
+    task = CreditTask(rows, kl, kl_coef, algorithm.reward.scale, data_rank, gather, _whitening(rows, gather) if whitened else None)
     advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
     return Credit(advantages, returns, kl, torch.where(task.branch == 0, task.score, 0.0) - task.penalty)
 
@@ -114,7 +114,7 @@ class Turns(NamedTuple):
     """[turns] float64: rewards without KL."""
 
 
-class _Task:
+class CreditTask:
     """Inputs of the advantage estimators. Scores and KL are summed in float64: they may differ by a factor of millions."""
 
     def __init__(
@@ -131,19 +131,19 @@ class _Task:
         self.score = rows.columns["reward"].double()
         """[B] reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
-        self.early_rewards = None if kl is None else kl * -kl_coef
+        self.dense_rewards = None if kl is None else kl * -kl_coef
         """[B, T-1] float32: rewards of turns before the last, minus coef * KL; None if there are neither."""
         self.turn_rewards: torch.Tensor | None = None
         """[B, T-1] rewards of turns before the last."""
-        self.at_end = self.score
+        self.last_token_reward = self.score
         """[B] reward of the last token: the score without earlier turns' rewards."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
             paid[last >= 0, last[last >= 0]] = 0.0
             self.turn_rewards = paid
-            self.at_end = self.score - paid.sum(1, dtype=torch.float64)
-            self.early_rewards = paid if self.early_rewards is None else self.early_rewards + paid
+            self.last_token_reward = self.score - paid.sum(1, dtype=torch.float64)
+            self.dense_rewards = paid if self.dense_rewards is None else self.dense_rewards + paid
         self.penalty = torch.zeros_like(self.score) if kl is None else kl_coef * row_moments(kl, rows.mask)[:, 1]
         self.branch = rows.columns.get("branch", torch.zeros_like(self.score, dtype=torch.int64))
         self.whitening = whitening
@@ -154,7 +154,7 @@ class _Task:
     def policy_tokens(self) -> torch.Tensor:
         return formulas.policy_token_counts(self.mask)
 
-    def everyone(self) -> SampleTable:
+    def global_samples(self) -> SampleTable:
         trains = self.columns["train_weight"] > 0
         own = [self.score, self.penalty, self.groups.double(), self.policy_tokens.double(), trains.double()]
         if branched := "branch" in self.columns:
@@ -185,13 +185,13 @@ class _Task:
                 text = np.ascontiguousarray(ids[before : start + 1], np.int64)  # entry t of the mask belongs to token t + 1
                 states.append(int.from_bytes(blake2b(text.tobytes(), digest_size=6).digest(), "big"))
                 paid = 0.0 if self.turn_rewards is None else float(self.turn_rewards[row, start:end].sum(dtype=torch.float64))
-                rewards.append(paid + (float(self.at_end[row]) if end == edges[-1] else 0.0))
+                rewards.append(paid + (float(self.last_token_reward[row]) if end == edges[-1] else 0.0))
                 before = end + 1
         whole = torch.tensor(rows, dtype=torch.int64)
         return Turns(whole, starts, ends, torch.tensor(states, dtype=torch.float64), torch.tensor(rewards, dtype=torch.float64))
 
-    def before_kl(self, everyone: SampleTable) -> torch.Tensor | None:
-        return everyone.scores if self.subtracts_kl else None
+    def before_kl(self, samples: SampleTable) -> torch.Tensor | None:
+        return samples.scores if self.subtracts_kl else None
 
     def spread_samples(self, advantages: torch.Tensor) -> Estimate:
         if self.whitening is not None:
@@ -203,58 +203,58 @@ class _Task:
 
 
 def _gae(
-    task: _Task, gamma: float, lam: float, lam_critic: float | None, length_adaptive: float | None, bootstrap_truncated: bool
+    task: CreditTask, gamma: float, lam: float, lam_critic: float | None, length_adaptive: float | None, bootstrap_truncated: bool
 ) -> Estimate:
     columns = task.columns
     of_actor = lam if length_adaptive is None else formulas.length_adaptive_lambda(task.policy_tokens, length_adaptive)
     of_critic = lam if lam_critic is None else lam_critic
     bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
     return formulas.gae(
-        task.early_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.at_end, task.whitening
+        task.dense_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.last_token_reward, task.whitening
     )
 
 
-def _reinforce(task: _Task, gamma: float) -> Estimate:
-    return formulas.reinforce(task.early_rewards, task.mask, gamma, task.at_end, task.whitening), None
+def _reinforce(task: CreditTask, gamma: float) -> Estimate:
+    return formulas.reinforce(task.dense_rewards, task.mask, gamma, task.last_token_reward, task.whitening), None
 
 
-def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
+def _reinforce_plus_plus(task: CreditTask, gamma: float, baseline: str) -> Estimate:
     """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
-    at_end = task.at_end
+    last_token_reward = task.last_token_reward
     if baseline == "group":
-        everyone = task.everyone()
-        at_end = at_end - task.score + formulas.minus_group_mean(everyone.scores, everyone.groups)[everyone.local]
-    return formulas.reinforce(task.early_rewards, task.mask, gamma, at_end, task.whitening), None
+        samples = task.global_samples()
+        last_token_reward = last_token_reward - task.score + formulas.minus_group_mean(samples.scores, samples.groups)[samples.local]
+    return formulas.reinforce(task.dense_rewards, task.mask, gamma, last_token_reward, task.whitening), None
 
 
-def _grpo(task: _Task, normalize_std: bool) -> Estimate:
-    everyone = task.everyone()
-    return task.spread_samples(formulas.grpo(everyone.rewards, everyone.groups, normalize_std, task.before_kl(everyone))[everyone.local])
+def _grpo(task: CreditTask, normalize_std: bool) -> Estimate:
+    samples = task.global_samples()
+    return task.spread_samples(formulas.grpo(samples.rewards, samples.groups, normalize_std, task.before_kl(samples))[samples.local])
 
 
-def _rloo(task: _Task) -> Estimate:
-    everyone = task.everyone()
-    return task.spread_samples(formulas.rloo(everyone.rewards, everyone.groups)[everyone.local])
+def _rloo(task: CreditTask) -> Estimate:
+    samples = task.global_samples()
+    return task.spread_samples(formulas.rloo(samples.rewards, samples.groups)[samples.local])
 
 
-def _opo(task: _Task) -> Estimate:
-    everyone = task.everyone()
-    return task.spread_samples(formulas.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local])
+def _opo(task: CreditTask) -> Estimate:
+    samples = task.global_samples()
+    return task.spread_samples(formulas.opo(samples.rewards, samples.groups, samples.policy_tokens)[samples.local])
 
 
-def _gpg(task: _Task) -> Estimate:
-    everyone = task.everyone()
-    return task.spread_samples(formulas.gpg(everyone.rewards, everyone.groups, task.before_kl(everyone), everyone.trains)[everyone.local])
+def _gpg(task: CreditTask) -> Estimate:
+    samples = task.global_samples()
+    return task.spread_samples(formulas.gpg(samples.rewards, samples.groups, task.before_kl(samples), samples.trains)[samples.local])
 
 
-def _remax(task: _Task) -> Estimate:
-    everyone = task.everyone()
-    return task.spread_samples(formulas.remax(everyone.rewards[everyone.local], task.columns["baseline_score"]))
+def _remax(task: CreditTask) -> Estimate:
+    samples = task.global_samples()
+    return task.spread_samples(formulas.remax(samples.rewards[samples.local], task.columns["baseline_score"]))
 
 
-def _gigpo(task: _Task, gamma: float, step_weight: float, normalize_std: bool) -> Estimate:
-    everyone, turns = task.everyone(), task.turns()
-    of_episodes = formulas.grpo(everyone.rewards, everyone.groups, normalize_std, task.before_kl(everyone))[everyone.local]
+def _gigpo(task: CreditTask, gamma: float, step_weight: float, normalize_std: bool) -> Estimate:
+    samples, turns = task.global_samples(), task.turns()
+    of_episodes = formulas.grpo(samples.rewards, samples.groups, normalize_std, task.before_kl(samples))[samples.local]
     advantages = formulas.spread_over_tokens(of_episodes, task.mask, torch.float32)
     returns = formulas.discounted_turns(turns.rewards, turns.rows, gamma)
     of_all, local = task.gather(torch.stack([task.groups[turns.rows].double(), turns.states, returns], dim=1))
@@ -265,10 +265,10 @@ def _gigpo(task: _Task, gamma: float, step_weight: float, normalize_std: bool) -
     return (advantages if task.whitening is None else formulas.whiten_tokens(advantages, task.mask, task.whitening)), None
 
 
-def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
+def _custom(task: CreditTask, function: str, args: dict[str, Any]) -> Estimate:
     columns = task.columns
     inputs = CreditInputs(
-        token_rewards=formulas.token_rewards(task.at_end, task.mask, task.early_rewards),
+        token_rewards=formulas.token_rewards(task.last_token_reward, task.mask, task.dense_rewards),
         mask=task.mask,
         values=columns.get("values"),
         reward=columns["reward"],
@@ -276,7 +276,7 @@ def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
         policy_tokens=task.policy_tokens,
         truncated=columns["truncated"].bool(),
         train_weight=columns["train_weight"],
-        everyone=task.everyone(),
+        everyone=task.global_samples(),
     )
     if task.whitening is None:
         return users_advantages(inputs, function, args, torch.float32)

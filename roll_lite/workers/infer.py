@@ -268,7 +268,7 @@ class RemoteEngine(BatchedEngine):
         self._blocks = min(max(1, collected.blocks_waiting), MOST_BLOCKS)
         # Copy the blocks to this node: those of the engine's node are lost with it.
         ray.wait(blocks, num_returns=len(blocks), timeout=0, fetch_local=True)
-        return collected.lying_in(blocks)
+        return collected.with_blocks(blocks)
 
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
         try:

@@ -21,7 +21,7 @@ from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import from_numpy
-from roll_lite.data.supervised import beside
+from roll_lite.data.supervised import append_supervised
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
@@ -240,7 +240,7 @@ class ModelWorker(Worker):
             for number, mini_batch in enumerate(share.mini_batches):
                 rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
                 rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-                whole = beside(rows, share.supervised[number]) if share.supervised else rows
+                whole = append_supervised(rows, share.supervised[number]) if share.supervised else rows
                 plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, loss_fn.outputs))
                 result = self.strategy.train_step(whole, loss_fn, loss_fn.outputs, plan)
                 self._count(work, whole, passes)
@@ -274,7 +274,7 @@ class ModelWorker(Worker):
         return self._budget(self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size, outputs)
 
     def _budget(self, tokens: int, rows: int | None, outputs: Sequence[str]) -> TokenBudget:
-        return TokenBudget(tokens, rows, self.strategy.layout.attention_par, with_padding="distribution" in outputs)
+        return TokenBudget(tokens, rows, self.strategy.layout.attention_parity_tokens, with_padding="distribution" in outputs)
 
     def _make_heads_group(self) -> dist.ProcessGroup | None:
         layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size

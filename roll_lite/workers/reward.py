@@ -15,7 +15,7 @@ from roll_lite.distributed.fleet import Policy, SlowStart
 from roll_lite.distributed.place import ActorMember, Place
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.environment import EnvironmentReward
-from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
+from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Scored, slow_start, time_out
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
@@ -128,7 +128,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         member.under_way |= batch
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
-            async with asyncio.timeout(BUSY * self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
+            async with asyncio.timeout(KILL_FACTOR * self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
                 scored: Scored = await member.actor.score.remote({number: job.item for number, job in batch.items()})
         except TimeoutError:
             raise MemberLost(time_out(self._config.name, self._config.timeout_s)) from None

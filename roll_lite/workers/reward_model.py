@@ -110,7 +110,7 @@ class RewardModelWorker(Worker):
             return RowsAtATime(1)
         if strategy.pads_rows:
             return PaddedBudget(config.micro_batch_tokens, config.micro_batch_size)
-        return TokenBudget(config.micro_batch_tokens, config.micro_batch_size, strategy.layout.attention_par)
+        return TokenBudget(config.micro_batch_tokens, config.micro_batch_size, strategy.layout.attention_parity_tokens)
 
 
 class TextTokens:

@@ -20,7 +20,7 @@ from roll_lite.distributed.place import Place, kill_actors
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.distributed.strategy.build import STRATEGIES
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
-from roll_lite.rewards.model import ModelReward, ScoredText, nothing
+from roll_lite.rewards.model import ModelReward, ScoredText, zero_base
 from roll_lite.rewards.registry import typed_reward
 from roll_lite.rewards.running.batch_scorer import time_out
 from roll_lite.workers.reward import RewardPool
@@ -253,7 +253,7 @@ class RewardModelClient:
         reward = typed_reward(config.name, config.args, f"domains.{domain}.reward")
         assert isinstance(reward, ModelReward)
         self._reward = reward
-        added = config.model_copy(update={"name": f"{nothing.__module__}.{nothing.__name__}", "args": {}})
+        added = config.model_copy(update={"name": f"{zero_base.__module__}.{zero_base.__name__}", "args": {}})
         self._added = RewardPool(domain, added) if config.terms or config.format else None
         self._function = RewardFunction("model", self._scored, {})
 

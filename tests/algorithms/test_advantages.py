@@ -177,7 +177,7 @@ def test_reinforce_by_hand() -> None:
     rewards = torch.tensor([[1.0, 2.0, 4.0], [NAN, 3.0, NAN]])
     torch.testing.assert_close(reinforce(rewards, mask, 0.5), torch.tensor([[3.0, 4.0, 4.0], [0.0, 3.0, 0.0]]))
     torch.testing.assert_close(reinforce(rewards, mask, 0.0), torch.tensor([[1.0, 2.0, 4.0], [0.0, 3.0, 0.0]]))
-    shifted = reinforce(rewards, mask, 0.5, at_end=torch.tensor([-4.0, 1.0]))
+    shifted = reinforce(rewards, mask, 0.5, last_token_reward=torch.tensor([-4.0, 1.0]))
     torch.testing.assert_close(shifted, torch.tensor([[2.0, 2.0, 0.0], [0.0, 4.0, 0.0]]))
 
 
@@ -190,7 +190,9 @@ def test_a_reward_at_the_end_is_that_of_the_last_policy_token() -> None:
     written = token_rewards(end, mask, rewards)
     nothing = torch.zeros_like(rewards)
     for some, whole in ((rewards, written), (None, token_rewards(end, mask))):
-        for mine, expected in zip(gae(some, values, mask, 0.9, 0.8, at_end=end), gae(whole, values, mask, 0.9, 0.8), strict=True):
+        for mine, expected in zip(
+            gae(some, values, mask, 0.9, 0.8, last_token_reward=end), gae(whole, values, mask, 0.9, 0.8), strict=True
+        ):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(reinforce(rewards, mask, 0.9, end), reinforce(written, mask, 0.9), rtol=1e-12, atol=1e-12)
     assert torch.equal(reinforce(None, mask, 0.9, end), reinforce(token_rewards(end, mask), mask, 0.9).float())
@@ -256,7 +258,7 @@ def test_whitening_constants_or_nothing_gives_zeros() -> None:
         x, mask = torch.full((4, 5), value), torch.ones(4, 5, dtype=torch.bool)
         assert whiten_tokens(x, mask, alone).abs().max() < 1e-5
         assert whiten_samples(x[:, 0], mask.sum(1), alone).abs().max() < 1e-5
-        assert reinforce(None, mask, 1.0, at_end=x[:, 0], whitening=alone).abs().max() < 1e-5
+        assert reinforce(None, mask, 1.0, last_token_reward=x[:, 0], whitening=alone).abs().max() < 1e-5
     for shape in ((2, 3), (0, 1), (2, 0)):
         x, empty = torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool)
         assert (whiten_tokens(x, empty, alone) == 0).all()

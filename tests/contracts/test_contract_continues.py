@@ -62,7 +62,7 @@ def rest_of(request: GenerationRequest, turn: Turn, part: int = 1) -> Generation
     missing = replace(
         sampling, max_tokens=sampling.max_tokens - turn.length, min_tokens=max(0, sampling.min_tokens - turn.length), seed=None
     )
-    return GenerationRequest(f"{request.request_id}/part{part}", (), missing, turn.tokens, request.resumed + turn.length)
+    return GenerationRequest(f"{request.request_id}/part{part}", (), missing, turn.tokens, request.resumed_tokens + turn.length)
 
 
 def whole(turn: Turn) -> TokenRecord:

@@ -13,7 +13,7 @@ import torch
 from roll_lite.config.schema.algorithm import PtxConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.data.supervised import SupervisedRows, beside
+from roll_lite.data.supervised import SupervisedRows, append_supervised
 
 MakeTokenizer = Callable[..., Any]
 ADD, ONE, TWO, THREE, PLEASE, END = 3, 4, 5, 6, 7, 2
@@ -72,7 +72,7 @@ def test_ranks_share_the_rows_of_each_step(tmp_path: Path, make_tokenizer: MakeT
     texts = [{"text": " ".join(["one"] * number)} for number in range(1, 7)]
     settings = config(tmp_path, *texts, samples=3, data={"prompt": "text", "answer": None})
     whole, shared = SupervisedRows(settings, make_tokenizer(), 1), SupervisedRows(settings, make_tokenizer(), 1)
-    shares = shared.shares(updates=2, ranks=2, attention_par=100.0)
+    shares = shared.shares(updates=2, ranks=2, attention_parity_tokens=100.0)
     for update in range(2):
         drawn, parts = whole.draw(), [rank[update] for rank in shares]
         assert sorted(drawn.lengths.tolist()) == sorted(length for part in parts for length in part.lengths.tolist())
@@ -95,7 +95,7 @@ def test_beside_the_policys_rows(tmp_path: Path, make_tokenizer: MakeTokenizer, 
         }
     ).slice(0, own_rows)
     rows = SupervisedRows(config(tmp_path, {"prompt": "add", "answer": "one"}, samples=1), make_tokenizer(), 1).draw()
-    both = beside(own, rows)
+    both = append_supervised(own, rows)
     assert both.tensor("ptx_weight").tolist() == [0.0] * own_rows + [0.25]
     assert both.ragged("input_ids").row(own_rows).tolist() == [ADD, ONE, END]
     assert both.ragged("advantages").row(own_rows).tolist() == [0.0, 0.0] and both.tensor("loss_weight")[own_rows] == 0

@@ -65,7 +65,7 @@ def test_what_a_rank_leaves_in_the_object_store_outlives_it(ray_local: object) -
     assert cluster.all(Adder.fetch, kept) == [10**6, 2 * 10**6]
     with pytest.raises(RankFailed, match="failed in fetch: ObjectReconstructionFailedError") as caught:
         cluster.all(Adder.fetch, [])
-    assert caught.value.is_loss, "an object that was lost with its node: new ranks may do without"
+    assert caught.value.retryable, "an object that was lost with its node: new ranks may do without"
 
 
 @pytest.mark.nightly
@@ -76,7 +76,7 @@ def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None
     os.kill(before[1], signal.SIGSTOP)
     with pytest.raises(RankFailed) as caught, WATCH.expecting_answers(2.0):
         cluster.all(Collective.reduce)
-    assert caught.value.is_loss
+    assert caught.value.retryable
     cluster.rebuild()
     assert_gone(before)
     assert cluster.all(Collective.reduce) == [2.0, 2.0] and not set(processes_of(cluster)) & set(before)

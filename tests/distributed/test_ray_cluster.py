@@ -93,7 +93,7 @@ with ray_session(RayConfig(), None) as session:
         assert "the cluster has 2 nodes with 4 GPUs" in str(error) and ", 0 of them free (" in str(error), error
     else:
         raise AssertionError("a fifth GPU was found")
-    joining = start_cluster(ClusterSpec("joining", [*place.slots("actor_train")[:1], beside.later_slot(2)], first=1), Adder)
+    joining = start_cluster(ClusterSpec("joining", [*place.slots("actor_train")[:1], beside.later_slot(2)], initial_ranks=1), Adder)
     assert len(where(joining)) == 1 and list(joining.lost) == [1]
     asked = joining.actors[1].environment.remote(NAMES)
     assert not ray.wait([asked], timeout=1)[0], "it has no devices yet"
@@ -126,7 +126,7 @@ with ray_session(RayConfig(), None):
     (there,) = (node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
     engine = Engine.options(scheduling_strategy=NodeAffinitySchedulingStrategy(there, soft=False)).remote()
     kept = []
-    Collected.lying_in = lambda self, blocks: kept.extend(blocks) or self
+    Collected.with_blocks = lambda self, blocks: kept.extend(blocks) or self
     asyncio.run(RemoteEngine("e", engine)._collect())
     time.sleep(2)
     engine.lose_the_node.remote()

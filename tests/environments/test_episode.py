@@ -24,9 +24,9 @@ from roll_lite.environments.episode import (
     Calls,
     Cancel,
     Ended,
+    EpisodeFunction,
     Failed,
     Limits,
-    Play,
     Player,
     Policy,
     play_class,
@@ -83,7 +83,9 @@ class Guess:
         Guess.closed += 1
 
 
-async def played(play: Play, *responses: str, room: int = 100, calls: Calls | None = None, **limits: Any) -> tuple[list[str], Any]:
+async def played(
+    play: EpisodeFunction, *responses: str, room: int = 100, calls: Calls | None = None, **limits: Any
+) -> tuple[list[str], Any]:
     """Play one episode with these responses; returns what the policy was shown, and the last event."""
     given = Limits(**{"max_turns": 9, "turn_timeout_s": 5.0, "max_prompt_tokens": 50} | limits)
     player = Player(play, Characters(), given, calls or Calls())
@@ -99,7 +101,7 @@ async def played(play: Play, *responses: str, room: int = 100, calls: Calls | No
             player.tell([Answer(7, event.number, encoded(next(answers)))])
 
 
-def guessing(**args: Any) -> Play:
+def guessing(**args: Any) -> EpisodeFunction:
     return play_class(Guess, args, Calls())
 
 
@@ -200,7 +202,7 @@ class Unfinished:
         return {"done": True}
 
 
-FAILURES: dict[str, tuple[Play, str]] = {
+FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
     "raises": (raises, r"KeyError: 'lost' \(.*test_episode.py, line \d+\)"),
     "hangs": (never_ends, r"it took longer than 0.3 s \(turn_timeout_s\) to answer a response"),
     "hangs in a thread": (

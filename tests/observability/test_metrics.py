@@ -214,7 +214,7 @@ def test_sums_travel_between_processes() -> None:
 def test_the_table_is_sound() -> None:
     for name, metric in METRICS.items():
         assert metric.description.endswith("."), name
-        assert all(METRICS[count].reduction is Reduction.SUM for count in metric.count), name
-        assert not metric.count or metric.reduction is Reduction.MEAN, name
+        assert all(METRICS[count].reduction is Reduction.SUM for count in metric.denominators), name
+        assert not metric.denominators or metric.reduction is Reduction.MEAN, name
     for name, derived in DERIVED.items():
         assert name not in METRICS and len({METRICS[key].by for key in derived.inputs}) == 1, name

@@ -126,7 +126,7 @@ def test_every_rank_writes_its_own_rows_with_all_their_columns(monkeypatch: pyte
         for rank, shard in enumerate(shards):
             method(SimpleNamespace(strategy=SimpleNamespace(layout=SimpleNamespace(data_rank=rank))), shard, *arguments)
 
-    ranks = SimpleNamespace(heads_scatter=heads_scatter, data_size=2, layouts=[SimpleNamespace(attention_par=math.inf)])
+    ranks = SimpleNamespace(heads_scatter=heads_scatter, data_size=2, layouts=[SimpleNamespace(attention_parity_tokens=math.inf)])
     actor = Model(ranks, None, ActorWorker)  # type: ignore[arg-type]
     BatchFiles(load(monkeypatch, "tiny_grpo"), tmp_path).write(1, actor, batch, [], {})
     folder = tmp_path / "batches" / "step_000001"

@@ -19,7 +19,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import record, remote_folder, try_store
-from roll_lite.observability.run_folder import check_store, goes_on
+from roll_lite.observability.run_folder import check_store, continues_in_folder
 from roll_lite.pipeline.checkpoint import LAST_TRIES, Checkpoints
 from roll_lite.pipeline.checkpoint_files import check_resumption, finished_checkpoints, resumption, settled
 from roll_lite.workers.model import ModelWorker
@@ -143,7 +143,7 @@ def test_it_is_in_the_store_whole_though_no_node_has_all_of_it(config: RunConfig
     shutil.rmtree(tmp_path / "other_node")
     resumed = of(tmp_path, f"checkpoint.resume={remote_folder(f'flaky://{folder}')}")
     checkpoints = Checkpoints(resumed, run_folder(tmp_path, "next"))
-    assert checkpoints.load(models, SOURCE) == {"steps_done": 3} and not checkpoints.goes_on
+    assert checkpoints.load(models, SOURCE) == {"steps_done": 3} and not checkpoints.continues_in_folder
     assert [model.ranks.loaded for model in models.trained.values()] == ["actor_train 3", "critic 3"]
 
 
@@ -246,7 +246,7 @@ def test_damage_is_told_by_file_and_the_one_before_is_taken(config: RunConfig, m
     if name == "state.json":
         assert auto.checkpoint.resume == f"{home}/checkpoints/step_000001" and "state.json has changed" in notes[0]
         return
-    assert auto.checkpoint.resume == f"{home}/checkpoints/step_000002" and goes_on(auto, run_folder(tmp_path))
+    assert auto.checkpoint.resume == f"{home}/checkpoints/step_000002" and continues_in_folder(auto, run_folder(tmp_path))
     assert Checkpoints(auto, run_folder(tmp_path)).load(models, SOURCE) == {"steps_done": 1}
     assert stored(tmp_path) == ["step_000001"], "it is not chosen again"
     assert "step_000002 in" in resumption(remote_folder(home)).notes[0]

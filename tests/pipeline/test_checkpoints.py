@@ -358,7 +358,7 @@ class Copying(Ranks):
 
     def fail(self) -> None:
         if self.dies:
-            raise RankFailed(self.role, 1, "copy_state", "its process died", is_loss=True)
+            raise RankFailed(self.role, 1, "copy_state", "its process died", retryable=True)
 
     def all(self, method: Any, folder: Any = Path(), names: Any = None) -> Any:
         if method.__name__ == "load_copy":

@@ -263,7 +263,7 @@ def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
     assert others.wait(30)
     monkeypatch.setattr(engine_restarts, "draining_nodes", lambda: draining)
     monkeypatch.setattr(engine_restarts, "DRAIN_SECONDS", 0.0)
-    spec, record = ClusterSpec("actor_infer", [*anywhere(1), placement.later_slot(1)], first=1), Record()
+    spec, record = ClusterSpec("actor_infer", [*anywhere(1), placement.later_slot(1)], initial_ranks=1), Record()
     infer = start_cluster(spec, ScriptedWorker, scripted_spec(model, max_model_len=128))
     infer.all(InferWorker.initialize)
     rollout = replace(spec_of(model, tmp_path), deterministic=False, engines_restart=True)

@@ -30,8 +30,8 @@ class Story(list[str]):
         return lambda *_: self.append(what)
 
 
-def lost(role: str, is_loss: bool = True) -> RankFailed:
-    return RankFailed(role, 1, "train", "its process died\nits log ends with: ...", is_loss)
+def lost(role: str, retryable: bool = True) -> RankFailed:
+    return RankFailed(role, 1, "train", "its process died\nits log ends with: ...", retryable)
 
 
 def batch(tokens: int = 10) -> Any:
@@ -325,7 +325,7 @@ def test_restarts_are_counted_by_role_within_an_hour(monkeypatch: pytest.MonkeyP
         pipeline.run(3)
 
 
-@pytest.mark.parametrize("failure", [lost("actor_train", is_loss=False), lost("rollouts", is_loss=False), lost("actor_infer")])
+@pytest.mark.parametrize("failure", [lost("actor_train", retryable=False), lost("rollouts", retryable=False), lost("actor_infer")])
 def test_errors_and_other_roles_end_the_run(failure: RankFailed) -> None:
     pipeline = Pipeline()
     pipeline.fails = {"training 1": [failure]}

@@ -175,7 +175,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
         self.steps_done += 1
 
     monkeypatch.setattr(RLVRPipeline, "step", step)
-    layouts = [SimpleNamespace(attention_par=math.inf)]
+    layouts = [SimpleNamespace(attention_parity_tokens=math.inf)]
     ranks = SimpleNamespace(
         name="actor_train", heads_scatter=heads_scatter, start_scatter=print, data_size=2, layouts=layouts, all=lambda _: []
     )
@@ -189,7 +189,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
         finish_if_written=lambda: None,
         finish=lambda: None,
         upload_last=lambda _: None,
-        goes_on=False,
+        continues_in_folder=False,
         copy_every=0,
     )
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)

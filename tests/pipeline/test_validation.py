@@ -109,7 +109,12 @@ def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *
 
     monkeypatch.setattr(RLVRPipeline, "step", step)
     checkpoints: Any = SimpleNamespace(
-        copy_every=0, load=lambda *_: None, finished=nullcontext, finish_if_written=lambda: None, finish=lambda: None, goes_on=False
+        copy_every=0,
+        load=lambda *_: None,
+        finished=nullcontext,
+        finish_if_written=lambda: None,
+        finish=lambda: None,
+        continues_in_folder=False,
     )
     pipeline = RLVRPipeline(config, Models(None), source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
     monkeypatch.setattr(pipeline.agreement, "check", lambda *_: None)
@@ -216,6 +221,6 @@ def test_a_run_that_goes_on_in_its_folder_validates_where_it_is_due_alone(
     pipeline = pipeline_of(tmp_path, source, monkeypatch)
     state = {"steps_done": done, "version": done, **{name: part.state_dict() for name, part in pipeline.remembering.items()}}
     monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
-    monkeypatch.setattr(pipeline.checkpoints, "goes_on", True)
+    monkeypatch.setattr(pipeline.checkpoints, "continues_in_folder", True)
     pipeline.run()
     assert source.story[: len(story)] == story

@@ -566,7 +566,7 @@ class RandomSchedules(RuleBasedStateMachine):
 
     def queued(self) -> list[str]:
         queues = self.router._queues.values()
-        return [flight.first.request_id for queue in queues for flight in queue if not flight.place.cancelled()]
+        return [flight.first.request_id for queue in queues for flight in queue if not flight.assigned.cancelled()]
 
     @invariant()
     def little_waits_for_the_engines(self) -> None:

@@ -590,7 +590,7 @@ async def test_of_an_engine_that_is_removed_the_rest_goes_on_elsewhere_with_its_
     router.remove("first")
     await settle()
     (went_on,) = second.asked
-    assert (went_on.request_id, went_on.prompt_ids, went_on.resumed) == ("d/1/0/1/0/0~1", (), 7)
+    assert (went_on.request_id, went_on.prompt_ids, went_on.resumed_tokens) == ("d/1/0/1/0/0~1", (), 7)
     assert (went_on.sampling.max_tokens, went_on.context) == (93, TokenRow("d/1/0/1/0/0", 0, 11))
     second.held[went_on.request_id].set_result(
         Turn(
@@ -622,7 +622,7 @@ async def test_requests_of_an_engine_that_is_drained_in_a_hurry_continue_elsewhe
     await settle()
     assert [load.client.name for load in router.engines] == ["second"]
     (went_on,) = second.asked
-    assert (went_on.resumed, went_on.sampling.max_tokens) == (7, 93)
+    assert (went_on.resumed_tokens, went_on.sampling.max_tokens) == (7, 93)
     task.cancel()
 
 

@@ -84,7 +84,7 @@ def trained(results: list[TrainResult], losses: dict[int, float], supervised: Da
 
     reports = iter(results)
     strategy = SimpleNamespace(
-        plan=lambda *_: None, forward=forward, train_step=lambda *_: next(reports), layout=SimpleNamespace(attention_par=math.inf)
+        plan=lambda *_: None, forward=forward, train_step=lambda *_: next(reports), layout=SimpleNamespace(attention_parity_tokens=math.inf)
     )
     loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
     role = SimpleNamespace(config=TrainRoleConfig(), model_spec=SimpleNamespace(lora=None))

@@ -194,7 +194,7 @@ def test_a_response_goes_on_with_another_request() -> None:
         await asyncio.sleep(4.5)
         engine.abort(["r"])
         first = await begun
-        rest = GenerationRequest("r/part1", (), Sampling(temperature=1.0, max_tokens=96), first.tokens, resumed=first.length)
+        rest = GenerationRequest("r/part1", (), Sampling(temperature=1.0, max_tokens=96), first.tokens, resumed_tokens=first.length)
         waiting = ask(engine, rest)
         await asyncio.sleep(0.1)
         engine.abort(["r/part1"])

@@ -109,7 +109,7 @@ STRATEGY = SimpleNamespace(
     load=run_out,
     train_step=run_out,
     loaded=[StateGroup.WEIGHTS, StateGroup.GRADIENTS],
-    layout=SimpleNamespace(attention_par=1.0),
+    layout=SimpleNamespace(attention_parity_tokens=1.0),
 )
 
 

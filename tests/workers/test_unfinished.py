@@ -126,8 +126,8 @@ def test_responses_continue_from_their_tokens() -> None:
     assert whole.ids[: len(before)].tolist() == before.ids.tolist()
     assert whole.log_probs[: len(before)].tolist() == before.log_probs.tolist() and whole.mask.sum() == LONG
     assert [segment.length for segment in group.samples[1].transcript.segments] == [PROMPT, LONG]
-    of_batch = [request for request in asked if request.resumed]
-    assert [request.resumed for request in of_batch] == [long.response.length, saved[3][1].response.length]  # type: ignore[union-attr]
+    of_batch = [request for request in asked if request.resumed_tokens]
+    assert [request.resumed_tokens for request in of_batch] == [long.response.length, saved[3][1].response.length]  # type: ignore[union-attr]
     assert scored == 2 + 2, "only the continued samples, and the first of the groups that started meanwhile, were scored"
 
 
@@ -160,7 +160,7 @@ def test_samples_of_groups_that_became_too_old_are_not_used() -> None:
     for one in state["domains"]["a"]["unfinished"]:
         one["asked"] -= 1
     result, asked, _ = resumed(state, saved)
-    assert not any(request.resumed for request in asked)
+    assert not any(request.resumed_tokens for request in asked)
     assert [group.samples[0].id.prompt_uid for group in result.groups] == [one["row"][1] for one in state["domains"]["a"]["unfinished"]]
 
 

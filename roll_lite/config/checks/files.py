@@ -24,14 +24,14 @@ from roll_lite.models.model_files import (
 
 def _model(config: RunConfig) -> Iterator[Problem]:
     folder = config.model.path
-    shape, hf = yield from _readable("model.path", folder, POLICY_HEADS)
+    shape, hf = yield from _read_model("model.path", folder, POLICY_HEADS)
     if shape is not None:
-        yield from _told("model.path", folder, lambda: _tokenizer_misfit(folder, shape.vocab_size))
-        yield from _told("model.path", folder, lambda: wrong_settings(folder, shape.vocab_size))
-        yield from _told("model.path", folder, lambda: _weights_misfit(folder, hf, HEAD))
+        yield from _problem_if("model.path", folder, lambda: _tokenizer_misfit(folder, shape.vocab_size))
+        yield from _problem_if("model.path", folder, lambda: wrong_settings(folder, shape.vocab_size))
+        yield from _problem_if("model.path", folder, lambda: _weights_misfit(folder, hf, HEAD))
 
 
-def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
+def _problem_if(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
     """Yield a problem if `wrong()` returns a message or raises ValueError."""
     try:
         message = wrong()
@@ -78,18 +78,18 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
     if critic.path is None:
         yield Problem("critic.path", f"init: {critic.init} needs the checkpoint's folder", None)
         return
-    shape, hf = yield from _readable("critic.path", critic.path)
+    shape, hf = yield from _read_model("critic.path", critic.path)
     if shape is None:
         return
     folder = critic.path
-    yield from _told("critic.path", folder, lambda: _weights_misfit(folder, hf, VALUE_HEAD))
+    yield from _problem_if("critic.path", folder, lambda: _weights_misfit(folder, hf, VALUE_HEAD))
     with suppress(ValueError):  # reported as a problem of the model
         if shape.vocab_size < (tokens := read_model_shape(config.model.path).vocab_size):
             message = f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({tokens}); both see the same tokens"
             yield Problem("critic.path", message, str(folder))
 
 
-def _readable(
+def _read_model(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
     """Read a model folder; yield its problem, if any. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""

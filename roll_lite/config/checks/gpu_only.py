@@ -22,7 +22,7 @@ VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def no_gpus(config: RunConfig) -> bool:
-    return not layout.is_elsewhere(config) and not layout.gpus_visible()
+    return not layout.runs_on_cluster(config) and not layout.gpus_visible()
 
 
 def _fp8_rollouts(config: RunConfig) -> Mistakes:
@@ -65,7 +65,7 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 def needs_gpus(config: RunConfig) -> Mistakes:
     """Check this machine's GPUs and packages. A cluster's machines are checked when they start."""
-    if layout.is_elsewhere(config):
+    if layout.runs_on_cluster(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
     for name, role in roles(config).items():
@@ -90,7 +90,7 @@ SMALL_RUN = 8
 
 def gpu_notes(config: RunConfig) -> list[str]:
     """Return a note if no GPUs are visible for a bfloat16 run, or a run with more processes than cores."""
-    if layout.gpus_visible() or layout.is_elsewhere(config):
+    if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}
     if config.model.dtype != "bfloat16" and sum(counts.values()) <= max(SMALL_RUN, os.cpu_count() or 1):

@@ -214,7 +214,7 @@ def unreadable_weights(config: RunConfig) -> str | None:
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
     if getattr(strategy, "quantization", "none") == "fp8" and adapters_of_engines(config) is None:
         return "an engine in fp8 does not hold the trainer's weights bit for bit"
-    if shape is not None and shape.experts is not None and (gpus_visible() or is_elsewhere(config)):
+    if shape is not None and shape.experts is not None and (gpus_visible() or runs_on_cluster(config)):
         return "what an engine's kernels make of experts on a GPU is not read back"
     return None
 
@@ -239,7 +239,7 @@ LAYOUT_CHECKS = (
 
 
 def devices_are_there(config: RunConfig) -> Mistakes:
-    if not gpus_visible() or is_elsewhere(config):
+    if not gpus_visible() or runs_on_cluster(config):
         return
     there = gpu_count()
     for name, role in roles(config).items():
@@ -284,8 +284,7 @@ def model_folder(config: RunConfig, role: Role) -> Path:
     return own or config.model.path
 
 
-def is_elsewhere(config: RunConfig) -> bool:
-    """True if the run is on a cluster."""
+def runs_on_cluster(config: RunConfig) -> bool:
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 

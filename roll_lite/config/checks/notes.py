@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from roll_lite.config.arithmetic import device_numbers, infer_dtype, model_parallel_size, roles, sleep_of_engines
+from roll_lite.config.arithmetic import device_numbers, engine_offload, infer_dtype, model_parallel_size, roles
 from roll_lite.config.checks.gpu_only import gpu_notes
-from roll_lite.config.checks.layout import is_elsewhere, model_folder, sharing_notes
+from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
@@ -23,7 +23,7 @@ from roll_lite.config.schema.models import (
     TrainRoleConfig,
 )
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.hub import lacks_weights, written
+from roll_lite.hub import config_notation, lacks_weights
 from roll_lite.models.hf_config import read_hf_config, read_model_shape
 from roll_lite.models.model_files import weight_shapes
 
@@ -77,7 +77,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
             continue
         ranks, per_shard, average = len(device_numbers(role.devices)), 0, 0
         if isinstance(role, InferRoleConfig):
-            dtype, stays = infer_dtype(config), sleep_of_engines(config) != "with_copy"
+            dtype, stays = infer_dtype(config), engine_offload(config) != "with_copy"
             ranks *= role.replicas_per_device
             expert_ranks = other_ranks = model_parallel_size(role)
         else:
@@ -110,7 +110,7 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     try:
         for name, size in host_bytes(config).items():
             devices = device_numbers(roles(config)[name].devices)
-            most = max(Counter(number // nodes.devices_per_node for number in devices).values()) if is_elsewhere(config) else len(devices)
+            most = max(Counter(one // nodes.devices_per_node for one in devices).values()) if runs_on_cluster(config) else len(devices)
             found[name] = size * most / len(devices) / GIB
     except ValueError:  # unreadable model, reported elsewhere
         return []
@@ -120,14 +120,17 @@ def host_memory_notes(config: RunConfig) -> list[str]:
     told = ", ".join(f"{name} {size:.0f}" for name, size in found.items() if size)
     note = f"a node needs about {needed:.0f} GiB of host memory for what is offloaded or kept there ({told})"
     there = psutil.virtual_memory().total / GIB
-    if is_elsewhere(config) or needed < there:
+    if runs_on_cluster(config) or needed < there:
         return [note]
     return [f"{note}, and this machine has {there:.0f} GiB; use offload: false or more devices, or fewer data-parallel copies"]
 
 
 def hub_notes(config: RunConfig) -> list[str]:
     missing = {folder: name for name, role in roles(config).items() if lacks_weights(folder := model_folder(config, role))}
-    return [f"{name}: the weights of {written(folder)} are downloaded, and checked, when a run starts" for folder, name in missing.items()]
+    return [
+        f"{name}: the weights of {config_notation(folder)} are downloaded, and checked, when a run starts"
+        for folder, name in missing.items()
+    ]
 
 
 def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> list[str]:

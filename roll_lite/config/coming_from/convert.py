@@ -49,12 +49,12 @@ class Conversion:
         table = table_of(project)
         self.config: dict[str, Any] = {}
         self.told: list[Problem] = []
-        self._file, self._keys, self._sources = file, table["keys"], dict[str, Given]()
+        self._file, self._keys, self._sources = file, table["keys"], dict[str, Setting]()
         is_yaml = file.endswith((".yaml", ".yml"))
-        given = _from_yaml(text, file) if is_yaml else _from_script(text, lambda key: "pattern" in self.entry(key)[0])
-        if not given:
+        settings = _from_yaml(text, file) if is_yaml else _from_script(text, lambda key: "pattern" in self.entry(key)[0])
+        if not settings:
             raise ConfigError(file, [Problem(file, f"has no settings of {project}; name its YAML file, or the script that starts it")])
-        found = [(one, *self.entry(one.key)) for one in given]
+        found = [(one, *self.entry(one.key)) for one in settings]
         written = {entry["key"] if "was" in entry else one.key: one.value for one, entry, _ in found}
         self._names = dict.fromkeys(name for *_, name in found if name) or ["main"]
         self._scope = {
@@ -63,7 +63,7 @@ class Conversion:
         }
         for name, expression in table["let"].items():
             self._scope[name] = evaluate(expression, **self._scope)
-        for row in [(Given(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written] + found:
+        for row in [(Setting(key, value, 0), *self.entry(key)) for key, value in table["defaults"].items() if key not in written] + found:
             self._convert(*row)
         for problem in validate(self.config)[1]:
             if source := self._sources.get(problem.path):
@@ -78,21 +78,21 @@ class Conversion:
                 return entry, "".join(match.groups())
         return {"none": f"is not known here{or_nearest(key, self._keys)}"}, ""
 
-    def _convert(self, given: Given, entry: dict[str, Any], name: str) -> None:
+    def _convert(self, setting: Setting, entry: dict[str, Any], name: str) -> None:
         message = entry.get("always") or entry.get("none")
-        if "to" in entry and evaluate(entry.get("when", "true"), value=given.value, **self._scope):
-            message = self._write(given, entry, name) or entry.get("note")
+        if "to" in entry and evaluate(entry.get("when", "true"), value=setting.value, **self._scope):
+            message = self._write(setting, entry, name) or entry.get("note")
         elif "to" in entry:
             message = entry.get("else")
-        self._tell(given, message)
+        self._tell(setting, message)
 
-    def _tell(self, given: Given, message: str | None) -> None:
-        if given.line and message:
-            self.told.append(Problem(given.key, message, given.value, f"{self._file}:{given.line}"))
+    def _tell(self, setting: Setting, message: str | None) -> None:
+        if setting.line and message:
+            self.told.append(Problem(setting.key, message, setting.value, f"{self._file}:{setting.line}"))
 
-    def _write(self, given: Given, entry: dict[str, Any], name: str) -> str:
+    def _write(self, setting: Setting, entry: dict[str, Any], name: str) -> str:
         """Write a setting's converted value to our settings named in `entry`. Return an error message or ""."""
-        value, words, targets, failure = given.value, entry.get("words"), entry["to"], ""
+        value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
         if re.search(r"\$(?!\{oc\.env:)", str(value)):
@@ -109,7 +109,7 @@ class Conversion:
                 section = self.config
                 for key in above:
                     section = section.setdefault(key, {})
-                section[last], self._sources[full] = deepcopy(converted), given
+                section[last], self._sources[full] = deepcopy(converted), setting
         return failure
 
 
@@ -133,7 +133,7 @@ def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Given:
+class Setting:
     key: str
     value: Any
     line: int
@@ -147,17 +147,17 @@ def evaluate(expression: str, **names: Any) -> Any:
         return FAILED
 
 
-def _from_yaml(text: str, file: str) -> list[Given]:
+def _from_yaml(text: str, file: str) -> list[Setting]:
     source = parse_yaml(text, file)
     if source.problems:
         raise ConfigError(file, source.problems)
 
-    def leaves(value: Any, path: Path) -> Iterator[Given]:
+    def leaves(value: Any, path: Path) -> Iterator[Setting]:
         if value and isinstance(value, dict):
             for key, inner in value.items():
                 yield from leaves(inner, (*path, key))
         else:
-            yield Given(dotted(path), value, source.lines[path])
+            yield Setting(dotted(path), value, source.lines[path])
 
     settings = [*leaves(source.data, ())] if isinstance(source.data, dict) else []
     known = {one.key: one.value for one in settings}
@@ -169,9 +169,9 @@ def _from_yaml(text: str, file: str) -> list[Given]:
     ]
 
 
-def _from_script(text: str, is_known: Callable[[str], object]) -> list[Given]:
+def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
     """Return the arguments of each command or array in a shell script that contains at least one known argument."""
-    found: list[Given] = []
+    found: list[Setting] = []
     for command in _commands(text):
         start = len(found)
         for word, line in command:
@@ -179,7 +179,7 @@ def _from_script(text: str, is_known: Callable[[str], object]) -> list[Given]:
             if word in ("--", "-m"):
                 del found[start:]
             elif match := _ARGUMENT.fullmatch(word):
-                found.append(Given(match[1] or match[2], [] if match[1] else [_value(match[3])], line))
+                found.append(Setting(match[1] or match[2], [] if match[1] else [_value(match[3])], line))
             elif found[start:] and word:
                 found[-1].value.append(_value(word))
         if not any(is_known(one.key) for one in found[start:]):

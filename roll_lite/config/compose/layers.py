@@ -34,7 +34,7 @@ class Composed:
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Values from environment variables, by path: (text in the file, value)."""
-    hidden: list[str]
+    replaced_files: list[str]
     """Notes on user files that replace shipped ones."""
 
 
@@ -48,7 +48,7 @@ class _Composer:
     broken: set[Path] = field(default_factory=set)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
     values: int = 0
-    hidden: list[str] = field(default_factory=list)
+    replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
         """Append the files in this file's `defaults`, then the file itself, unless `_self_` places it elsewhere."""
@@ -76,7 +76,7 @@ class _Composer:
         path = find(name, folder)
         shipped = CONFIGS / f"{name}.yaml"
         if path is not None and is_file(shipped) and not path.samefile(shipped):
-            self.hidden.append(f"{path} is used; the shipped configuration {name} has the same name")
+            self.replaced_files.append(f"{path} is used; the shipped configuration {name} has the same name")
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
@@ -147,7 +147,7 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
         _written_on_the_command_line(composer.origins, override.path)
     _add_presets(tree, composer)
     data = _resolve(OmegaConf.create(tree), (), composer)
-    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets, composer.hidden)
+    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets, composer.replaced_files)
 
 
 def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import Path
-from roll_lite.config.validation import is_removed_by_null, sections_at, word_of
+from roll_lite.config.validation import discriminator_of, is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
@@ -50,7 +50,7 @@ def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> lis
         return []
     if len(classes) == 1:
         return ["args"] if former is not None and "args" in tree and "args" in classes[0].model_fields else []
-    by_name = {word_of(cls): cls for cls in classes}
+    by_name = {discriminator_of(cls): cls for cls in classes}
     before, after = by_name.get(str(former), classes[0]), by_name.get(str(chosen))
     if after is None or after is before:
         return []

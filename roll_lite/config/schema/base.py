@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from pydantic_core import PydanticSerializationUnexpectedValue
 
 from roll_lite.files import absolute_path, kind_of
-from roll_lite.hub import located, written
+from roll_lite.hub import config_notation, located
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 def _as_written(path: Any) -> str:
     if not isinstance(path, Path):  # another member of a union
         raise PydanticSerializationUnexpectedValue("no path")
-    return written(path)
+    return config_notation(path)
 
 
 _AS_WRITTEN = PlainSerializer(_as_written, when_used="json")

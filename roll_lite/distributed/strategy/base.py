@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from roll_lite.config.arithmetic import Sleep
+from roll_lite.config.arithmetic import EngineOffload
 from roll_lite.config.schema.models import (
     HfStrategyConfig,
     InferStrategyConfig,
@@ -47,7 +47,7 @@ class RankLayout:
     pipeline_rank: int
     context_rank: int
     is_head: bool
-    attention_par: float = inf
+    attention_parity_tokens: float = inf
     """Row length in tokens at which attention costs as much as the rest of the model."""
 
     @staticmethod
@@ -310,7 +310,7 @@ class EngineSpec:
     """Number of engine replicas that share this engine's device."""
     lora: LoraConfig | None = None
     """LoRA settings if weight updates send only adapters."""
-    sleep: Sleep = "with_copy"
+    sleep: EngineOffload = "with_copy"
 
     @property
     def reports_experts(self) -> bool:

@@ -13,7 +13,14 @@ import torch
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.broadcast import NCCL, BroadcastReceiver, BroadcastSender, GlooReceiver, GlooSender
 from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, TransferGroup, rendezvous_store
-from roll_lite.distributed.weight_sync.memory import ExportedSegment, Lent, SharedSegment, open_exported, open_shared, take_back
+from roll_lite.distributed.weight_sync.memory import (
+    ExportedMemory,
+    ExportedSegment,
+    SharedSegment,
+    free_abandoned_exports,
+    open_exported,
+    open_shared,
+)
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket, tensors_of
 from roll_lite.distributed.weight_sync.transport import FetchReceiver, FetchSender, Transport, TransportReceiver, TransportSender, timed
 from roll_lite.distributed.weight_sync.update import checksum
@@ -80,7 +87,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
             if blind:
                 return f"{', '.join(blind)} does not see the GPU of {names[sender]}"
         if name == "nccl":
-            first: dict[str, str] = {}
+            first = dict[str, str]()
             for member in (sender, *receivers):
                 if (other := first.setdefault(homes[member].device, names[member])) != names[member]:
                     return f"{other} and {names[member]} share a GPU, which NCCL refuses"
@@ -95,57 +102,58 @@ class SideBySideSender(TransportSender):
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
-        self._halves: dict[str, TransportSender] = {}
+        self._transports: dict[str, TransportSender] = {}
 
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, part in ways_of(self.group, route):
-            if name not in self._halves:
-                self._halves[name] = TRANSPORTS[name].sender(self.group)
-            self._halves[name].seconds = self.seconds
+            if name not in self._transports:
+                self._transports[name] = TRANSPORTS[name].sender(self.group)
+            transport = self._transports[name]
+            transport.seconds = self.seconds
             with timed(self.by_transport, name):
-                self._halves[name].send(part, tensors)
+                transport.send(part, tensors)
 
     def finish(self) -> None:
-        for name, half in self._halves.items():
+        for name, transport in self._transports.items():
             with timed(self.by_transport, name):
-                half.finish()
+                transport.finish()
 
-    def lent(self) -> list[Lent]:
-        return [one for half in self._halves.values() for one in half.lent()]
+    def exported_memory(self) -> list[ExportedMemory]:
+        return [one for transport in self._transports.values() for one in transport.exported_memory()]
 
     def close(self) -> None:
         super().close()
-        for half in self._halves.values():
-            half.close()
+        for transport in self._transports.values():
+            transport.close()
 
 
 class SideBySideReceiver(TransportReceiver):
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
-        self._halves: dict[str, TransportReceiver] = {}
+        self._transports: dict[str, TransportReceiver] = {}
 
     def expect(self, route: Route) -> None:
-        half, part = self._way(route)
-        half.expect(part)
+        transport, part = self._way(route)
+        transport.expect(part)
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        half, part = self._way(route)
-        return half.receive(part)
+        transport, part = self._way(route)
+        return transport.receive(part)
 
     def _way(self, route: Route) -> tuple[TransportReceiver, Route]:
         name, part = next(way for way in ways_of(self.group, route) if self.group.number in way[1].receivers)
-        if name not in self._halves:
-            self._halves[name] = TRANSPORTS[name].receiver(self.group)
-        return self._halves[name], part
+        if name not in self._transports:
+            self._transports[name] = TRANSPORTS[name].receiver(self.group)
+        return self._transports[name], part
 
     def release(self) -> None:
-        for half in self._halves.values():
-            half.release()
+        for transport in self._transports.values():
+            transport.release()
 
     def close(self) -> None:
         super().close()
-        for half in self._halves.values():
-            half.close()
+        for transport in self._transports.values():
+            transport.close()
 
 
 SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
@@ -158,9 +166,9 @@ class WeightSender:
         self._strategy = strategy
         self._rank = rank
         self._store: Any = None
-        self._half: TransportSender | None = None
-        self._lent: list[Lent] = []
-        """GPU memory that was exported in earlier transfer groups; see `memory.take_back`."""
+        self._transport: TransportSender | None = None
+        self._exported_memory: list[ExportedMemory] = []
+        """GPU memory that was exported in earlier transfer groups; see `memory.free_abandoned_exports`."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -184,9 +192,10 @@ class WeightSender:
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
-            take_back(self._lent, group.homes, group.forget_opened)  # every living reader has joined, so it has left earlier groups
-            self._lent.clear()
-            self._half = transport_of(group).sender(group)
+            # Every living reader has joined, so it has left earlier groups.
+            free_abandoned_exports(self._exported_memory, group.homes, group.forget_opened)
+            self._exported_memory.clear()
+            self._transport = transport_of(group).sender(group)
             ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
@@ -194,8 +203,8 @@ class WeightSender:
         """Gather and send all buckets. After a TransferError, finish gathering (it is collective), then raise."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
-        if self._half is not None:
-            self._half.seconds, self._half.by_transport = self.seconds, self.by_transport
+        if self._transport is not None:
+            self._transport.seconds, self._transport.by_transport = self.seconds, self.by_transport
         gathered = self._gathered()
         while True:
             with timed(self.seconds, "gather"):
@@ -204,16 +213,16 @@ class WeightSender:
                 break
             try:
                 for route in self._routes[bucket] if failure is None else ():
-                    if self._half is not None and route.sender == self._half.group.number:
-                        with self._half.group.breaking_off():
-                            self._half.send(route, tensors)
+                    if self._transport is not None and route.sender == self._transport.group.number:
+                        with self._transport.group.report_failures():
+                            self._transport.send(route, tensors)
             except TransferError as error:
                 failure = error
         if failure is not None:
             raise failure
-        if self._half is not None:
-            with self._half.group.breaking_off():
-                self._half.finish()
+        if self._transport is not None:
+            with self._transport.group.report_failures():
+                self._transport.finish()
             if not self.by_transport:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
@@ -236,19 +245,19 @@ class WeightSender:
                 yield number, self._strategy.export_bucket(bucket) or {}
 
     def leave(self) -> None:
-        if self._half is not None:
-            self._lent += self._half.lent()
-            self._half.close()
-            self._half = None
+        if self._transport is not None:
+            self._exported_memory += self._transport.exported_memory()
+            self._transport.close()
+            self._transport = None
 
 
 class WeightReceiver:
     """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
-    def __init__(self, set_aside: bool = False) -> None:
-        """`set_aside`: store loaded tensors and leave the model unchanged until `finish`."""
-        self._set_aside = set_aside
-        self._half: TransportReceiver | None = None
+    def __init__(self, staged: bool = False) -> None:
+        """`staged`: store loaded tensors and leave the model unchanged until `finish`."""
+        self._staged = staged
+        self._transport: TransportReceiver | None = None
         self._begun = False
         self.touched = False
         """True while an unfinished update has changed the model, so that its weights are a mix of old and new."""
@@ -259,7 +268,7 @@ class WeightReceiver:
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
-        self._half = transport_of(group).receiver(group)
+        self._transport = transport_of(group).receiver(group)
 
     def load(
         self,
@@ -267,44 +276,44 @@ class WeightReceiver:
         begin: Callable[[bool], None],
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
         following: Iterable[Mapping[str, Any]] = (),
-        all_say: Callable[[bool], bool] = bool,
+        all_workers_ok: Callable[[bool], bool] = bool,
     ) -> None:
         """Receive one bucket and load it while the following bucket is in flight.
 
-        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway. `all_say(ok)`
-        returns True if all workers of the engine pass True: only then is the bucket loaded.
+        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway.
+        `all_workers_ok(ok)` returns True if all workers of the engine pass True: only then is the bucket loaded.
         """
-        if self._half is None:
+        if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
         arrived: dict[str, torch.Tensor] = {}
         try:
-            with self._half.group.breaking_off():
+            with self._transport.group.report_failures():
                 for route in self._own(routes):
-                    arrived |= self._half.receive(route)
+                    arrived |= self._transport.receive(route)
                 for route in self._own(following):
-                    self._half.expect(route)
+                    self._transport.expect(route)
         except Exception:
             with suppress(RuntimeError):  # in case another worker has died
-                all_say(False)
+                all_workers_ok(False)
             raise
-        if not all_say(True):
-            raise StaleEpoch(f"weight transfer: another worker of {self._half.group.name}'s engine has not got its part of a bucket")
-        with self._half.group.breaking_off():
+        if not all_workers_ok(True):
+            raise StaleEpoch(f"weight transfer: another worker of {self._transport.group.name}'s engine has not got its part of a bucket")
+        with self._transport.group.report_failures():
             here = time.monotonic()
             if not self._begun:
-                again, self._begun, self.touched = self.touched, True, not self._set_aside
+                again, self._begun, self.touched = self.touched, True, not self._staged
                 self._seconds.clear()
                 begin(again)
             load(arrived.items())
             arrived.clear()
-            self._half.release()
+            self._transport.release()
         self._seconds["receive"] += here - started
         self._seconds["load"] += time.monotonic() - here
 
     def _own(self, routes: Iterable[Mapping[str, Any]]) -> list[Route]:
-        assert self._half is not None
-        return [route for route in map(Route.of, routes) if self._half.group.number in route.receivers]
+        assert self._transport is not None
+        return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
         """Activate the new weights by `put_in_place`. Returns seconds by phase."""
@@ -314,6 +323,6 @@ class WeightReceiver:
         return {**self._seconds, "load": self._seconds["load"] + time.monotonic() - started}
 
     def leave(self) -> None:
-        if self._half is not None:
-            self._half.close()
-            self._half = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None

@@ -158,13 +158,13 @@ class TransferGroup:
         self.number = number
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
-        self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
+        self._announced: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise TransferTimeout(f"weight transfer: {self.name} found no rendezvous at {host}:{port} within {timeout_s:g} s") from error
-        with self.breaking_off(), self._rendezvous():
+        with self.report_failures(), self._rendezvous():
             self._check_epoch()
             if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
@@ -182,7 +182,7 @@ class TransferGroup:
         self.failure = _CLOSED
 
     @contextmanager
-    def breaking_off(self) -> Iterator[None]:
+    def report_failures(self) -> Iterator[None]:
         """Report exceptions in the block, so that all members stop waiting.
 
         Timeouts are not reported: each waiting member raises its own TransferTimeout.
@@ -217,30 +217,30 @@ class TransferGroup:
         self._steps[route.channel] = number + 1
         return number
 
-    def tell(self, route: Route, step: int, moment: Moment, said: Announcement) -> None:
+    def announce(self, route: Route, step: int, moment: Moment, said: Announcement) -> None:
         key = self._key(route, step, moment, self.number)
         with self._rendezvous():
             self.store.set(key, json.dumps(asdict(said)))
-        self._told[route.channel].append((step, key))
+        self._announced[route.channel].append((step, key))
 
-    def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
+    def await_announcements(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
         """Wait for announcements of the other side: all receivers, or the sender. Returns them by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
-        told = self._told[route.channel]
+        announced = self._announced[route.channel]
         with self._rendezvous():
             self._check_epoch()
             self._await(keys, f"take part in bucket {step} from {self.membership.members[route.sender]}")
             said = self.store.multi_get(list(keys))
-            while told and told[0][0] <= step - _KEPT_STEPS:
-                self.store.delete_key(told.popleft()[1])
+            while announced and announced[0][0] <= step - _KEPT_STEPS:
+                self.store.delete_key(announced.popleft()[1])
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
         """Announce a bucket and wait for the other side. TransferError if the other side is at a different bucket."""
         step = self.step(route)
-        self.tell(route, step, "here", said)
-        heard = self.hear(route, step, "here")
+        self.announce(route, step, "here", said)
+        heard = self.await_announcements(route, step, "here")
         self.compare(said, heard)
         return heard
 
@@ -252,7 +252,7 @@ class TransferGroup:
                     f"weight transfer: out of step, {self.name} is at a bucket of {said.signature}, {them} at one of {theirs.signature}"
                 )
 
-    # ------------------------------------------------------------ memory that is lent beyond an epoch
+    # ------------------------------------------------------------ memory that stays exported beyond an epoch
 
     def opens(self, name: str) -> None:
         """Record that this member is about to open the exported memory `name`."""

@@ -20,7 +20,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 """Function and arguments to rebuild a GPU tensor in another process."""
 
 
-class Lent(NamedTuple):
+class ExportedMemory(NamedTuple):
     """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
 
     to: Home
@@ -99,9 +99,9 @@ def export(tensor: torch.Tensor) -> Export:
     return reduce_tensor(tensor)
 
 
-def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
+def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
     """Free exports that were never opened or whose reader is not in `homes`; torch would keep them allocated."""
-    abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
+    abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)
     if abandoned:

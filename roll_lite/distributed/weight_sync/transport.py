@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from roll_lite.distributed.weight_sync.group import Announcement, Home, TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import BucketSegment, Lent, Open, Watched, name_of_export, wait_for_device
+from roll_lite.distributed.weight_sync.memory import BucketSegment, ExportedMemory, Open, Watched, name_of_export, wait_for_device
 from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
@@ -25,7 +25,7 @@ Await = Callable[[], Mapping[int, set[str]]]
 """Waits until every receiver has loaded a bucket. Returns receiver -> handles of segments still in use."""
 
 
-class Lane:
+class SendBuffers:
     """Send buffers of one channel (a sender and its receivers)."""
 
     def __init__(self, make: Callable[[int, int], BucketSegment], readers: int, usual_nbytes: int) -> None:
@@ -33,15 +33,15 @@ class Lane:
         self._usual_nbytes = usual_nbytes
         self._readers = readers
         self._segments: list[BucketSegment] = []
-        self.under_way: deque[tuple[BucketSegment, Await]] = deque()
+        self.in_flight: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
         """Receiver -> segment handles in use at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
         """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
-        while len(self.under_way) >= BUCKETS_AHEAD:
+        while len(self.in_flight) >= BUCKETS_AHEAD:
             self.await_oldest()
-        used = {id(segment) for segment, _ in self.under_way}
+        used = {id(segment) for segment, _ in self.in_flight}
         kept = set().union(*self._kept.values())
         free = [one for one in self._segments if not (id(one) in used or one.handle in kept or one.is_kept() or len(one.whole) < nbytes)]
         if not free:
@@ -50,19 +50,19 @@ class Lane:
         return min(free, key=lambda segment: len(segment.whole))
 
     def await_oldest(self) -> None:
-        self._kept.update(self.under_way[0][1]())
-        self.under_way.popleft()
+        self._kept.update(self.in_flight[0][1]())
+        self.in_flight.popleft()
 
-    def lent(self, readers: Sequence[Home]) -> Iterator[Lent]:
+    def exported_memory(self, readers: Sequence[Home]) -> Iterator[ExportedMemory]:
         for segment in self._segments:
             for place, export in enumerate(segment.exports):
-                yield Lent(readers[place], export, name_of_export(segment.handle, place))
+                yield ExportedMemory(readers[place], export, name_of_export(segment.handle, place))
 
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
         self._segments.clear()
-        self.under_way.clear()
+        self.in_flight.clear()
 
 
 @contextmanager
@@ -90,7 +90,7 @@ class TransportSender(ABC):
         """Wait until every receiver has the whole update."""
 
     @abstractmethod
-    def lent(self) -> list[Lent]:
+    def exported_memory(self) -> list[ExportedMemory]:
         """Return the GPU memory exports that readers may still hold."""
 
     def close(self) -> None:
@@ -101,32 +101,36 @@ class BufferedSender(TransportSender):
     def __init__(self, group: TransferGroup, make: Callable[[int, int], BucketSegment]) -> None:
         super().__init__(group)
         self._make = make
-        self._lanes: dict[Channel, Lane] = {}
+        self._buffers: dict[Channel, SendBuffers] = {}
 
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         self.publish(route, lambda layout, buffer: flatten(route.tensors, tensors, layout, buffer))
 
     def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> BucketSegment:
         layout = flat_layout(route.tensors)
-        lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers), self.group.membership.bucket_nbytes))
+        buffers = self._buffers.setdefault(
+            route.channel, SendBuffers(self._make, len(route.receivers), self.group.membership.bucket_nbytes)
+        )
         with self.group.exchange():
             with timed(self.seconds, "wait"):
-                segment = lane.segment(layout.nbytes)
+                segment = buffers.segment(layout.nbytes)
             with timed(self.seconds, "copy"):
                 write(layout, segment.whole)
                 wait_for_device(segment.whole)
-            lane.under_way.append((segment, self._dispatch(route, layout, segment)))
+            buffers.in_flight.append((segment, self._dispatch(route, layout, segment)))
         return segment
 
     def finish(self) -> None:
         with self.group.exchange(), timed(self.seconds, "wait"):
-            for lane in self._lanes.values():
-                while lane.under_way:
-                    lane.await_oldest()
+            for buffers in self._buffers.values():
+                while buffers.in_flight:
+                    buffers.await_oldest()
 
-    def lent(self) -> list[Lent]:
+    def exported_memory(self) -> list[ExportedMemory]:
         homes = self.group.homes
-        return [one for (_, readers), lane in self._lanes.items() for one in lane.lent([homes[reader] for reader in readers])]
+        return [
+            one for (_, readers), buffers in self._buffers.items() for one in buffers.exported_memory([homes[reader] for reader in readers])
+        ]
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
@@ -134,9 +138,9 @@ class BufferedSender(TransportSender):
 
     def close(self) -> None:
         super().close()
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
+        for buffers in self._buffers.values():
+            buffers.close()
+        self._buffers.clear()
 
 
 class TransportReceiver(ABC):
@@ -209,10 +213,10 @@ def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tens
 class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
         step = self.group.step(route)
-        self.group.tell(route, step, "here", layout.announcement(segment.handle))
+        self.group.announce(route, step, "here", layout.announcement(segment.handle))
 
         def done() -> Mapping[int, set[str]]:
-            return {receiver: set(said.handle.split()) for receiver, said in self.group.hear(route, step, "done").items()}
+            return {receiver: set(said.handle.split()) for receiver, said in self.group.await_announcements(route, step, "done").items()}
 
         return done
 
@@ -225,7 +229,7 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: record opened exports for `memory.take_back`. `otherwise`: advice in the error message."""
+        """`gives_back`: record opened exports for `memory.free_abandoned_exports`. `otherwise`: advice in the error message."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back
@@ -237,7 +241,7 @@ class FetchReceiver(TransportReceiver):
         layout = flat_layout(route.tensors)
         with self.group.exchange():
             step = self.group.step(route)
-            heard = self.group.hear(route, step, "here")
+            heard = self.group.await_announcements(route, step, "here")
             self.group.compare(layout.announcement(), heard)
             segment = self._segment(route, heard[route.sender].handle)
             self._received.append((route, step))
@@ -264,7 +268,7 @@ class FetchReceiver(TransportReceiver):
                 wait_for_device(segment.whole)
             for route, step in received:
                 kept = [handle for handle, segment in self._opened[route.sender].items() if segment.is_kept()]
-                self.group.tell(route, step, "done", flat_layout(route.tensors).announcement(" ".join(kept)))
+                self.group.announce(route, step, "done", flat_layout(route.tensors).announcement(" ".join(kept)))
 
     def close(self) -> None:
         super().close()

@@ -12,11 +12,11 @@ import gymnasium
 from roll_lite.config.schema.environments import GymEnvironmentConfig
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.base import Message, Step, Task, opening, seed_of
-from roll_lite.environments.episode import Calls, Play, play_class
+from roll_lite.environments.episode import Calls, EpisodeFunction, play_class
 from roll_lite.rewards.answer_extraction import without_thinking
 
 
-def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> Play:
+def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     """Build the function that plays an episode; ValueError if the environment cannot be made or its actions cannot be read from text."""
     if settings.function is not None:
         make = partial(load_function(settings.function, f"{path}.function", "arguments -> environment", or_class=True), **settings.args)

@@ -11,11 +11,11 @@ from roll_lite.config.schema.environments import OpenEnvEnvironmentConfig
 from roll_lite.data.user_function import load_function
 from roll_lite.environments.adapters.gym import numbers_of
 from roll_lite.environments.base import Message, Step, Task, opening, seed_of
-from roll_lite.environments.episode import Calls, Play, play_class
+from roll_lite.environments.episode import Calls, EpisodeFunction, play_class
 from roll_lite.rewards.answer_extraction import without_thinking
 
 
-def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) -> Play:
+def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     """Build the function that plays an episode; ValueError if a function in the settings cannot be loaded."""
     action, shown = settings.action, settings.observation
     write: Callable[[str], Any] = lambda text: {action: text}  # noqa: E731

@@ -8,11 +8,11 @@ from reasoning_gym.utils import extract_answer
 
 from roll_lite.config.schema.environments import ReasoningGymEnvironmentConfig
 from roll_lite.environments.base import Message, Step, Task, opening, seed_of
-from roll_lite.environments.episode import Calls, Play, play_class
+from roll_lite.environments.episode import Calls, EpisodeFunction, play_class
 from roll_lite.rewards.answer_extraction import without_thinking
 
 
-def play_reasoning_gym(settings: ReasoningGymEnvironmentConfig, path: str, calls: Calls) -> Play:
+def play_reasoning_gym(settings: ReasoningGymEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     """Build the function that plays an episode; ValueError if the dataset does not exist or refuses its settings."""
     make = partial(reasoning_gym.create_dataset, settings.dataset, size=1, **settings.args)
     try:

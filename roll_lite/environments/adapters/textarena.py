@@ -11,11 +11,11 @@ import textarena
 from roll_lite.config.schema.environments import TextArenaEnvironmentConfig
 from roll_lite.environments.adapters.gym import numbers_of
 from roll_lite.environments.base import Message, Step, Task, opening, seed_of
-from roll_lite.environments.episode import Calls, Play, play_class
+from roll_lite.environments.episode import Calls, EpisodeFunction, play_class
 from roll_lite.rewards.answer_extraction import without_thinking
 
 
-def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> Play:
+def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     """Build the function that plays an episode; ValueError if there is no such single-player game."""
     try:
         game = textarena.make(settings.id, **settings.args)

@@ -8,7 +8,7 @@ from typing import Any
 from roll_lite.config.schema.environments import VerifiersEnvironmentConfig
 from roll_lite.data.user_function import search_current_folder
 from roll_lite.environments.base import EpisodeOver, Message, Task
-from roll_lite.environments.episode import Play, Policy
+from roll_lite.environments.episode import EpisodeFunction, Policy
 
 try:
     import verifiers as vf
@@ -17,7 +17,7 @@ except ImportError as error:
     raise ValueError(f'verifiers {version("verifiers")} has no `load_environment`: pip install "roll_lite[verifiers]"') from error
 
 
-def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Play, list[dict[str, Any]]]:
+def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
     """Build the function that plays an episode, and its tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place = f"{path}.id: {settings.id!r}"

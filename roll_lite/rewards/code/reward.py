@@ -17,7 +17,7 @@ from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code.compare import Compare
 from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
-from roll_lite.rewards.code.rounds import CLOCK, LONGEST_CODE, Attempt, Rounds
+from roll_lite.rewards.code.rounds import LONGEST_CODE, WALL_PER_CPU, Attempt, Rounds
 from roll_lite.rewards.code.tests import Test, tests_of
 from roll_lite.sandbox.pool import Limits, SandboxPool
 
@@ -112,7 +112,7 @@ class CodeReward(RewardType):
 
     def __call__(self, samples: list[RewardInput]) -> list[Score | RewardFailed]:
         known = known_languages(self.languages, self.commands, self.backend is None)
-        wall = CLOCK * self.test_s if self.wall_s is None else self.wall_s
+        wall = WALL_PER_CPU * self.test_s if self.wall_s is None else self.wall_s
         limits = Limits(self.test_s, wall, self.memory_mb, self.output_kb, self.file_mb, processes=self.processes)
         fail_fast = self.score == "all" if self.fail_fast is None else self.fail_fast
         rounds = Rounds(limits, self.compare, self.tolerance, self.total_s, fail_fast)
@@ -137,7 +137,7 @@ class CodeReward(RewardType):
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         """Check limits and folders. `total_s` must expire before `timeout_s`: otherwise a slow program's sample would fail instead of
         scoring 0."""
-        yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
+        yield from too_slow(place, "total_s", self.total_s, WALL_PER_CPU * self.total_s, timeout_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders
         for name in ("readable", "python_path"):

@@ -17,7 +17,7 @@ from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, Sandbo
 from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
-CLOCK = 3.0
+WALL_PER_CPU = 3.0
 """Ratio of wall-clock limits to CPU limits: other processes use the CPUs too."""
 MOST_CALLS = 20
 SHOWN = 160
@@ -94,13 +94,13 @@ class Rounds:
         for one in attempts:
             assert one.language is not None
             order = {"kind": "exec", "files": {one.language.file: one.source}, "command": one.language.compile, "keeps_result": True}
-            limits = replace(COMPILE, cpu_s=min(COMPILE.cpu_s, self.total_s), wall_s=min(COMPILE.wall_s, CLOCK * self.total_s))
+            limits = replace(COMPILE, cpu_s=min(COMPILE.cpu_s, self.total_s), wall_s=min(COMPILE.wall_s, WALL_PER_CPU * self.total_s))
             jobs.append(Program(order, limits=limits))
         for attempt, ended in zip(attempts, backend.run_many(jobs) if jobs else [], strict=True):
             if isinstance(ended, SandboxTrouble):
                 attempt.failure = RewardFailed(f"reward code: {ended}")
                 continue
-            attempt.spent_s += max(ended.cpu_s, ended.seconds / CLOCK)
+            attempt.spent_s += max(ended.cpu_s, ended.seconds / WALL_PER_CPU)
             if ended.exit != 0 or ended.stopped or not ended.result:
                 attempt.verdict = f"does not compile: {_LIMITS.get(ended.stopped) or _tail(ended.stderr)}"
                 attempt.over = True
@@ -111,7 +111,7 @@ class Rounds:
         language, test, several = attempt.language, group[0], len(group)
         left = max(0.05, self.total_s - attempt.spent_s)
         needed_kb = max(self.limits.output_kb, *map(_needed_kb, group)) + 1
-        cpu_s, wall_s = (min(one * several, most) for one, most in ((self.limits.cpu_s, left), (self.limits.wall_s, CLOCK * left)))
+        cpu_s, wall_s = (min(one * several, most) for one, most in ((self.limits.cpu_s, left), (self.limits.wall_s, WALL_PER_CPU * left)))
         limits = replace(self.limits, cpu_s=cpu_s, wall_s=wall_s, output_kb=needed_kb * several)
         source = {"source": attempt.source, "prelude": attempt.prelude}
         each = {"test_s": self.limits.cpu_s, "wall_s": self.limits.wall_s, "most_bytes": needed_kb << 10}
@@ -133,7 +133,7 @@ class Rounds:
         if isinstance(ended, SandboxTrouble):
             attempt.failure = RewardFailed(f"reward code: {ended}")
             return
-        attempt.spent_s += max(ended.cpu_s, ended.seconds / CLOCK)
+        attempt.spent_s += max(ended.cpu_s, ended.seconds / WALL_PER_CPU)
         for verdict in self._verdicts(attempt, group, ended):
             attempt.done += 1
             if isinstance(verdict, RewardFailed):

@@ -132,7 +132,7 @@ def sides(text: str) -> list[str]:
     return [unwrapped(text[start:end]) for start, end in zip(places[::2], places[1::2], strict=True)]
 
 
-def holds(parts: Sequence[str]) -> bool:
+def sides_agree(parts: Sequence[str]) -> bool:
     numbers = [number for number in map(plain_number, parts) if number is not None]
     room = CLOSE**3 if all(number.exact for number in numbers) else LOOSE
     values = [number.value for number in numbers]

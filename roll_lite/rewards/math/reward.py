@@ -146,7 +146,7 @@ def _verdict(gold: Reference, answer: str) -> str:
             left.remove(equal)
         return DIFFERENT if left else EQUAL
     *before, last = sides(answer)
-    if gold.name and not _says_of(gold.name, before):
+    if gold.name and not _is_about(gold.name, before):
         return DIFFERENT
     wanted, given = written_form(gold.text), written_form(last)
     if wanted or given:
@@ -154,7 +154,7 @@ def _verdict(gold: Reference, answer: str) -> str:
     number = gold.number
     if APPROXIMATELY.search(answer) and (number is None or number.exact) and not all(map(NAME.fullmatch, before)):
         return "an approximation of an exact answer"
-    if not equality.holds([*before, last]):
+    if not equality.sides_agree([*before, last]):
         return "an equation that does not hold"
     if number and (found := quantity(last)):
         same = equality.same_number(number, found)
@@ -176,7 +176,7 @@ def _verdict(gold: Reference, answer: str) -> str:
     return EQUAL if equality.same_expression(gold.parsed, parsed) else DIFFERENT
 
 
-def _says_of(name: str, before: list[str]) -> bool:
+def _is_about(name: str, before: list[str]) -> bool:
     """False for an equation about something else than `name`: x^2 = 1 if x = 1 is asked. `before`: all sides but the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""

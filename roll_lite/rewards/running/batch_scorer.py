@@ -22,7 +22,7 @@ LINGER_SECONDS = 0.005
 """Seconds to wait for more async results after the first."""
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
-BUSY = 3
+KILL_FACTOR = 3
 """Reward processes are killed after this multiple of a sample's time limit: CPU time limits inside the process take longer on a busy
 machine."""
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
+from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
 """Extra wait before the process is killed: the reward's own timeout message explains more."""
@@ -33,7 +33,7 @@ class RewardProcess:
         started = time.monotonic()
         try:
             self._connection.send(item)
-            if self._connection.poll(BUSY * self._config.timeout_s + GRACE_SECONDS):
+            if self._connection.poll(KILL_FACTOR * self._config.timeout_s + GRACE_SECONDS):
                 result, seconds, usable = self._connection.recv()
                 if not usable:
                     self._restart()

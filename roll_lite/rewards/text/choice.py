@@ -88,7 +88,7 @@ def _reference(answer: Any, options: dict[str, str], names: dict[str | int, str]
         if letter is not None:
             return letter
     if isinstance(answer, str):
-        same = [one for one, text in options.items() if _same(text) == _same(answer)] or list(settled_on(answer, options))
+        same = [one for one, text in options.items() if _same(text) == _same(answer)] or list(chosen_letters(answer, options))
         if len(same) == 1:
             return same[0]
     raise RewardFailed(
@@ -99,11 +99,11 @@ def _reference(answer: Any, options: dict[str, str], names: dict[str | int, str]
 
 def _chosen(response: str, extract: Extract, options: dict[str, str]) -> set[str]:
     if extract == "boxed":
-        return settled_on(last_boxed(response) or "", options)
+        return chosen_letters(last_boxed(response) or "", options)
     tagged = last_tagged(response)
     if tagged is not None or extract == "tagged":
-        return settled_on(tagged or "", options)
-    return set().union(*(settled_on(box, options) for box in last_boxes(response))) or settled_on(response, options)
+        return chosen_letters(tagged or "", options)
+    return set().union(*(chosen_letters(box, options) for box in last_boxes(response))) or chosen_letters(response, options)
 
 
 LONGEST_TEXT = 10_000
@@ -139,7 +139,7 @@ CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
 ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")
 
 
-def settled_on(text: str, options: dict[str, str]) -> set[str]:
+def chosen_letters(text: str, options: dict[str, str]) -> set[str]:
     """Return the letters of the options that a text chooses; several if the text is undecided."""
     named, bare = _patterns(tuple(options.items()))
     plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))

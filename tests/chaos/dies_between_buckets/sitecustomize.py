@@ -31,7 +31,9 @@ def _change(receiver: Any) -> None:
 
     def load_or_die(self: Any, routes: Any, begin: Any, into_model: Callable[[Any], object], *following: Any) -> None:
         if answered:
-            while updates == int(os.environ[UPDATES]) and self._half.group.number > FIRST_ENGINE and not Path(os.environ[MARK]).exists():
+            while (
+                updates == int(os.environ[UPDATES]) and self._transport.group.number > FIRST_ENGINE and not Path(os.environ[MARK]).exists()
+            ):
                 time.sleep(0.05)
             load(self, routes, begin, into_model, *following)
             return
@@ -48,7 +50,7 @@ def _change(receiver: Any) -> None:
     def counted_finish(self: Any, put_in_place: Any) -> Any:
         nonlocal updates, buckets
         updates, buckets = updates + 1, 0
-        if answered and updates == int(os.environ[UPDATES]) + 1 and self._half.group.number == FIRST_ENGINE:
+        if answered and updates == int(os.environ[UPDATES]) + 1 and self._transport.group.number == FIRST_ENGINE:
             threading.Timer(ANSWERED_S, _die_if_first).start()
         return finish(self, put_in_place)
 

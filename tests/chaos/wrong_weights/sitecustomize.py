@@ -22,7 +22,7 @@ def _change(receiver: Any) -> None:
 
     def load_wrong(self: Any, routes: Any, begin: Any, into_model: Callable[[Iterable[Any]], object], *following: Any) -> None:
         def wrong(arrived: Iterable[Any]) -> None:
-            if updates < int(os.environ[FROM]) or self._half.group.number != 1 + int(os.environ[ENGINE]):
+            if updates < int(os.environ[FROM]) or self._transport.group.number != 1 + int(os.environ[ENGINE]):
                 into_model(arrived)
             elif os.environ[HOW] != "stale":
                 into_model([_wrong(name, tensor) for name, tensor in arrived])

@@ -108,8 +108,8 @@ def test_buffers_on_a_gpu_are_two_however_much_buckets_differ_in_size() -> None:
         assert_equal(receiver.receive(route), {tensor.name: state[tensor.name] for tensor in route.tensors})
         receiver.release()
     sending.result(10)
-    (lane,) = sender._lanes.values()
-    assert [len(segment.whole) for segment in lane._segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
+    (buffers,) = sender._buffers.values()
+    assert [len(segment.whole) for segment in buffers._segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
     alone = replace(plan.routes[0], tensors=plan.routes[0].tensors[:1])
     assert replace(plan, routes=(alone,)).membership(1, "auto", "", 0, 1.0).bucket_nbytes == 0
     members.close()
@@ -134,7 +134,7 @@ def test_exported_memory_is_used_again_when_every_reader_is_done_and_keeps_nothi
             receiver.receive(route)
             receiver.release()
     sending.result(10)
-    assert len(sender._lanes[plan.routes[0].channel]._segments) == BUCKETS_AHEAD + 1, "one more than without what is kept"
+    assert len(sender._buffers[plan.routes[0].channel]._segments) == BUCKETS_AHEAD + 1, "one more than without what is kept"
     assert torch.equal(kept, state["w1"])
     members.close()
 
@@ -366,7 +366,7 @@ def test_nccl_has_a_group_for_each_of_the_engines_that_share_a_gpu() -> None:
     for copy in members.update(state).values():
         assert_equal(copy, state)
     (sender,) = members.halves("trainer")
-    assert set(sender._halves["nccl"].broadcasts._groups) == {(0, (1, 2)), (0, (3,))}
+    assert set(sender._transports["nccl"].broadcasts._groups) == {(0, (1, 2)), (0, (3,))}
     members.close()
 
 

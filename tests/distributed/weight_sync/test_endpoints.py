@@ -138,7 +138,7 @@ def test_an_engine_that_leaves_with_a_bucket_on_its_way_is_not_kept() -> None:
     """Nobody sends it; the time-out is longer than the test may take."""
     run, worker = Run(timeout_s=100.0), Worker()
     plan = run.connect(1, {0: worker})
-    half = worker.receiver._half
+    half = worker.receiver._transport
     assert isinstance(half, GlooReceiver)
     half.expect(plan.routes[0])
     worker.receiver.leave()
@@ -152,7 +152,7 @@ def test_an_update_that_breaks_off_is_known_to_have_begun() -> None:
     plan = run.connect(1, engines)
     first, second, _ = by_bucket(plan.routes)
     worker = engines[0]
-    sending = run.pool.submit(run.senders[0]._half.send, first[0], run.state)  # type: ignore[union-attr]
+    sending = run.pool.submit(run.senders[0]._transport.send, first[0], run.state)  # type: ignore[union-attr]
     worker.receiver.load([route.plain() for route in first], worker.begin, worker.model_update)
     sending.result(20)
     assert worker.receiver.touched and worker.begun == 1
@@ -163,7 +163,7 @@ def test_an_update_that_breaks_off_is_known_to_have_begun() -> None:
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(TransferError, match="trainer rank 2 did not take part"):
-        worker.receiver.load([route.plain() for route in second], worker.begin, worker.model_update, all_say=gone)
+        worker.receiver.load([route.plain() for route in second], worker.begin, worker.model_update, all_workers_ok=gone)
     assert worker.receiver.touched and said == [False]
 
 
@@ -171,9 +171,9 @@ def test_workers_of_an_engine_load_a_bucket_together_or_not_at_all() -> None:
     """Where another one has not got its part, which is the cause, this one's weights stay."""
     run, worker = Run(), Worker()
     first, *_ = by_bucket(run.connect(1, {0: worker}).routes)
-    sending = run.pool.submit(run.senders[0]._half.send, first[0], run.state)  # type: ignore[union-attr]
+    sending = run.pool.submit(run.senders[0]._transport.send, first[0], run.state)  # type: ignore[union-attr]
     with pytest.raises(StaleEpoch, match="another worker of engine 0 worker 0's engine has not got its part"):
-        worker.receiver.load([route.plain() for route in first], worker.begin, worker.model_update, all_say=lambda mine: False)
+        worker.receiver.load([route.plain() for route in first], worker.begin, worker.model_update, all_workers_ok=lambda mine: False)
     sending.result(20)
     assert not worker.receiver.touched and worker.begun == 0 and worker.model == {}
 

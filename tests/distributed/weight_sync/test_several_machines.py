@@ -44,7 +44,7 @@ def test_auto_goes_by_what_each_trainer_has_beside_it(sent: Counter[int]) -> Non
     plan, state = make_plan(owners=2, engines={0: 3, 1: 3})
     members = Members(plan, transport="auto", homes=homes("ac" + "aaabbb"))
     updated(members, state, rounds=1)
-    assert [set(half._halves) for half in members.halves("trainer")] == [{"shared_memory", "gloo"}, {"gloo"}]
+    assert [set(half._transports) for half in members.halves("trainer")] == [{"shared_memory", "gloo"}, {"gloo"}]
     assert [sent[0], sent[1]] == [whole(plan, 0), 2 * whole(plan, 1)]
     members.close()
 

@@ -18,7 +18,7 @@ from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, FetchRece
 
 
 def segments(sender: FetchSender) -> int:
-    return sum(len(lane._segments) for lane in sender._lanes.values())
+    return sum(len(buffers._segments) for buffers in sender._buffers.values())
 
 
 def test_segments_are_used_again() -> None:
@@ -111,7 +111,7 @@ def chosen_by_auto() -> list[type]:
     plan, state = make_plan(owners=1, engines={0: 1})
     members = Members(plan, transport="auto")
     members.update(state)
-    return [type(one) for both in members.halves() for one in both._halves.values()]
+    return [type(one) for both in members.halves() for one in both._transports.values()]
 
 
 def test_auto_is_shared_memory_on_one_machine() -> None:

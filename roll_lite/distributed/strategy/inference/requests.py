@@ -12,11 +12,11 @@ from roll_lite.data.samples import GenerationRequest
 from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
-SEAM = "roll_lite_seam"
+STOP_OVERLAP = "roll_lite_stop_overlap"
 """Request argument: number of tokens at a resumed request's prompt end in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Allowance in `seam_tokens` for tokens without text: special tokens and partial characters."""
+"""Allowance in `stop_overlap_tokens` for tokens without text: special tokens and partial characters."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
 """New tokens are reported at every fifth poll; a dead engine loses the rest."""
@@ -73,10 +73,10 @@ class ProgressReports:
                 flight.report(progress)
 
 
-def seam_tokens(request: GenerationRequest) -> int:
+def stop_overlap_tokens(request: GenerationRequest) -> int:
     """Return how many prompt tokens at the end, which belong to the response, may contain the start of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
-    return min(request.resumed, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
+    return min(request.resumed_tokens, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:

@@ -302,7 +302,7 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 
 def _identity(layout: RankLayout) -> dict[str, int | bool]:
-    return {name: value for name, value in asdict(layout).items() if name != "attention_par"}
+    return {name: value for name, value in asdict(layout).items() if name != "attention_parity_tokens"}
 
 
 def random_state() -> dict[str, Any]:

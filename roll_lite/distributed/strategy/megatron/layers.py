@@ -78,9 +78,9 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None, "only packed causal rows come here"
         rows: PackedRows = packed_seq_params
-        if rows.seen is not None:
+        if rows.key_index is not None:
             gathered = (gather_from_sequence_parallel_region(each, group=self.context_group) for each in (key, value))
-            key, value = (each.index_select(0, rows.seen) for each in gathered)
+            key, value = (each.index_select(0, rows.key_index) for each in gathered)
         q, k, v = (part.squeeze(1) for part in (query, key, value))
         packed = self._variable_length if q.is_cuda and q.dtype == torch.bfloat16 else self._run_by_run
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
@@ -88,32 +88,32 @@ class SdpaAttention(MegatronModule):
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """Flash attention by torch's varlen_attn. In its `window_size`, -1 means all earlier tokens, 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
-        seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
-        sizes = rows.most_tokens, rows.most_seen
-        output = varlen_attn(q, k, v, rows.starts, seen_starts, *sizes, scale=self.softmax_scale, window_size=window, **GROUPED)
+        key_starts = rows.starts if rows.key_starts is None else rows.key_starts
+        sizes = rows.most_tokens, rows.most_keys
+        output = varlen_attn(q, k, v, rows.starts, key_starts, *sizes, scale=self.softmax_scale, window_size=window, **GROUPED)
         assert isinstance(output, torch.Tensor)
         return output
 
     def _run_by_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """SDPA over batches of adjacent rows of equal length, without padding or copies."""
-        cuts = ([count * size for count, size, _ in rows.runs], [count * seen for count, _, seen in rows.runs])
+        cuts = ([count * size for count, size, _ in rows.runs], [count * keys for count, _, keys in rows.runs])
         outputs = []
-        for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
+        for (count, size, keys), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
             query, key, value = (part.view(count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            mask = self._before(size, seen, q.device)
+            mask = self._before(size, keys, q.device)
             found = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
             )
             outputs.append(found.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
 
-    def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """Return the mask [size, seen] for the last `size` of `seen` tokens; None: plain causal attention."""
-        windowed = self.looks_back is not None and self.looks_back + 1 < seen
-        if size == seen and not windowed:
+    def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
+        """Return the mask [size, keys] for the last `size` of `keys` tokens; None: plain causal attention."""
+        windowed = self.looks_back is not None and self.looks_back + 1 < keys
+        if size == keys and not windowed:
             return None
-        mask = torch.ones(size, seen, dtype=torch.bool, device=device).tril(seen - size)
-        return mask.triu(seen - size - self.looks_back) if windowed and self.looks_back is not None else mask
+        mask = torch.ones(size, keys, dtype=torch.bool, device=device).tril(keys - size)
+        return mask.triu(keys - size - self.looks_back) if windowed and self.looks_back is not None else mask
 
 
 class ValueHead(torch.nn.Module):

@@ -55,7 +55,7 @@ def model_inputs(
     rows' last tokens. `experts`: None for dense models. `record`: record expert choices."""
     inputs = []
     for rows in plan.cut(batch):
-        given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
+        given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)
         if experts is not None and (routes := _routes(rows, cut, experts, record)) is not None:
             given = replace(given, rows=replace(given.rows, routes=routes.on_device(partial(_to, device=device))))
         inputs.append(given)
@@ -76,7 +76,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 
 
 def _model_input(
-    batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
+    batch: DataProto, tokens_divisor: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
     """Build one micro-batch's input, on the host to avoid device synchronization."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
@@ -84,7 +84,7 @@ def _model_input(
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
     ids, lengths = batch.ragged("input_ids").values, batch.lengths
     rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    own_ids, rows, cut = packed(ids, lengths, token_multiple, rank, ranks)
+    own_ids, rows, cut = packed(ids, lengths, tokens_divisor, rank, ranks)
     begins = lengths.cumsum(0) - lengths
     counting = begins[slots // transitions] + slots % transitions
     here, positions = cut.find(counting)

@@ -30,11 +30,11 @@ class PackedRows:
     """[tokens] int64: row number; padding is an extra last row."""
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
-    seen: torch.Tensor | None = None
+    key_index: torch.Tensor | None = None
     """[total] int64: tokens attended to, piece by piece, as indices into the tokens of all context-parallel ranks. None without context
     parallelism."""
-    seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece in `seen`, then the length of `seen`."""
+    key_starts: torch.Tensor | None = None
+    """[pieces + 1] int32: start of each piece in `key_index`, then the length of `seen`."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
@@ -52,17 +52,17 @@ class PackedRows:
     def of_rank(lengths: torch.Tensor, cut: ContextCut, padding: bool = False) -> PackedRows:
         whole = PackedRows.of(lengths, padding)
         bounds = whole.starts.tolist()
-        pieces, places, seen = [], [], []
+        pieces, places, keys = [], [], []
         for low, high in cut.parts:
             for begin, end in pairwise(bounds):
                 first, last = max(low, begin), min(high, end)
                 if first < last:
                     pieces.append((last - first, last - begin))
                     places.append(torch.arange(first - begin, last - begin))
-                    seen.append(torch.arange(begin, last))
+                    keys.append(torch.arange(begin, last))
         sizes, views = (torch.tensor([0, *column]).cumsum(0).int() for column in zip(*pieces, strict=True))
         row_of = cut.own(whole.row_of)
-        among_all = cut.among_all(torch.cat(seen))
+        among_all = cut.among_all(torch.cat(keys))
         return PackedRows(_runs(pieces), torch.cat(places), sizes, whole.longest, row_of, whole.lengths, among_all, views)
 
     @property
@@ -70,12 +70,12 @@ class PackedRows:
         return max(tokens for _, tokens, _ in self.runs)
 
     @property
-    def most_seen(self) -> int:
-        return max(seen for _, _, seen in self.runs)
+    def most_keys(self) -> int:
+        return max(keys for _, _, keys in self.runs)
 
 
 def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((len(list(alike)), tokens, seen) for (tokens, seen), alike in groupby(pieces))
+    return tuple((len(list(alike)), tokens, keys) for (tokens, keys), alike in groupby(pieces))
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class ContextCut:
 
 
 def packed(
-    ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
+    ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row of padding fills up to a multiple of `token_multiple`."""
-    missing = -len(ids) % token_multiple if len(ids) else token_multiple
+    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row of padding fills up to a multiple of `tokens_divisor`."""
+    missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])
     cut = ContextCut(len(ids), rank, ranks)
@@ -133,7 +133,9 @@ def packed(
 
 
 def on_device(rows: PackedRows, to: Callable[[torch.Tensor], torch.Tensor]) -> PackedRows:
-    seen, seen_starts = (None if each is None else to(each) for each in (rows.seen, rows.seen_starts))
+    key_index, key_starts = (None if each is None else to(each) for each in (rows.key_index, rows.key_starts))
     places, starts, row_of, lengths = map(to, (rows.places, rows.starts, rows.row_of, rows.lengths))
     routes = None if rows.routes is None else rows.routes.on_device(to)
-    return replace(rows, places=places, starts=starts, row_of=row_of, lengths=lengths, seen=seen, seen_starts=seen_starts, routes=routes)
+    return replace(
+        rows, places=places, starts=starts, row_of=row_of, lengths=lengths, key_index=key_index, key_starts=key_starts, routes=routes
+    )

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from roll_lite.config.arithmetic import count_multiple, token_multiple
+from roll_lite.config.arithmetic import micro_batch_count_divisor, micro_batch_tokens_divisor
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
 from roll_lite.distributed.strategy.base import RankLayout
@@ -15,7 +15,7 @@ def cut_group(of_experts: bool) -> dist.ProcessGroup:
 
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
-    return Multiples(token_multiple(strategy), count_multiple(strategy))
+    return Multiples(micro_batch_tokens_divisor(strategy), micro_batch_count_divisor(strategy))
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:

@@ -91,7 +91,7 @@ class MegatronStrategy(TrainStrategy):
         self.device = take_local_device()
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.layout = replace(join_groups(self._config, spec.seed), attention_par=self._hf.attention_par)
+        self.layout = replace(join_groups(self._config, spec.seed), attention_parity_tokens=self._hf.attention_parity_tokens)
         config = transformer_config(self._hf, self._config, self._dtype, spec.deterministic)
         virtual = self._config.virtual_pipeline_parallel
         self._balance = Balance(spec.balance_coef)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from roll_lite.rewards.text.instruction_checks.ifeval import IFEVAL, holds, occurrences, paragraphs_by_stars
+from roll_lite.rewards.text.instruction_checks.ifeval import IFEVAL, occurrences, paragraphs_by_stars, satisfies
 from roll_lite.rewards.text.instruction_checks.parts import every, neighbours, sentences, whole_words, words
 
 DIVIDER = re.compile(r"\*\*\*|\* \* \*")
@@ -112,6 +112,6 @@ IF_TRAIN: dict[str, Callable[..., bool]] = {
     "count:count_increment_word": lambda response, keyword1, keyword2: (
         (occurrences(keyword1, response), occurrences(keyword2, response)) == (1, 2)
     ),
-    "letters:letter_counting": lambda response, N, relation: holds(sum(map(str.isalpha, response)), relation, N),
+    "letters:letter_counting": lambda response, N, relation: satisfies(sum(map(str.isalpha, response)), relation, N),
     "letters:letter_counting2": IFEVAL["keywords:letter_frequency"],
 }

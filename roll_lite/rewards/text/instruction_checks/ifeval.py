@@ -16,7 +16,7 @@ POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 AROUND = 0.1
 
 
-def holds(count: int, relation: str, number: int, off: int | None = None) -> bool:
+def satisfies(count: int, relation: str, number: int, off: int | None = None) -> bool:
     """True if `count` is "at least", "less than", "at most" or "around" `number`. `off`: tolerance of "around"."""
     off = max(round(number * AROUND), 1) if off is None else off
     around = abs(count - number) <= off
@@ -135,17 +135,19 @@ def has_postscript(response: str, postscript_marker: str) -> bool:
 
 IFEVAL: dict[str, Callable[..., bool]] = {
     "keywords:existence": existence,
-    "keywords:frequency": lambda response, keyword, frequency, relation: holds(occurrences(keyword, response), relation, frequency),
+    "keywords:frequency": lambda response, keyword, frequency, relation: satisfies(occurrences(keyword, response), relation, frequency),
     "keywords:forbidden_words": lambda response, forbidden_words: not any(whole_words(word, response) for word in forbidden_words),
-    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: holds(
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: satisfies(
         response.lower().count(letter.lower()), let_relation, let_frequency
     ),
     "language:response_language": lambda response, language: is_language(response, language, without_letters=True),
-    "length_constraints:number_sentences": lambda response, num_sentences, relation: holds(
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: satisfies(
         len(sentences(response)), relation, num_sentences
     ),
     "length_constraints:number_paragraphs": paragraphs_by_stars,
-    "length_constraints:number_words": lambda response, num_words, relation: holds(len(re.findall(r"\w+", response)), relation, num_words),
+    "length_constraints:number_words": lambda response, num_words, relation: satisfies(
+        len(re.findall(r"\w+", response)), relation, num_words
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": lambda response, num_placeholders: placeholders(response) >= num_placeholders,
     "detectable_content:postscript": has_postscript,
@@ -161,7 +163,7 @@ IFEVAL: dict[str, Callable[..., bool]] = {
     "combination:repeat_prompt": repeat_prompt,
     "startend:end_checker": end_checker,
     "startend:quotation": quotation,
-    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: holds(
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: satisfies(
         capital_words(response), capital_relation, capital_frequency
     ),
     "change_case:english_capital": english_capital,
@@ -180,8 +182,8 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_response_language": lambda response, language: is_language(response, language, without_letters=False),
     # Paragraphs are separated by * * *, and none is empty.
     "verify_paragraph_count": lambda response, N: len(response.split("* * *")) == N and every(response.split("* * *"), str.strip),
-    "validate_word_constraint": lambda response, N, quantifier: holds(len(response.split()), quantifier, N),
-    "verify_sentence_constraint": lambda response, N, quantifier: holds(len(sentences(response)), quantifier, N, off=1),
+    "validate_word_constraint": lambda response, N, quantifier: satisfies(len(response.split()), quantifier, N),
+    "verify_sentence_constraint": lambda response, N, quantifier: satisfies(len(sentences(response)), quantifier, N, off=1),
     "validate_paragraphs": validate_paragraphs,
     # Text must follow the marker.
     "verify_postscript": lambda response, postscript_marker: bool(response.partition(postscript_marker)[2].strip()),
@@ -197,7 +199,7 @@ RLVR_IFEVAL: dict[str, Callable[..., bool]] = {
     "validate_two_responses": two_responses,
     "validate_uppercase": english_capital,
     "validate_lowercase": english_lowercase,
-    "validate_frequency_capital_words": lambda response, N, quantifier: holds(capital_words(response), quantifier, N),
+    "validate_frequency_capital_words": lambda response, N, quantifier: satisfies(capital_words(response), quantifier, N),
     "validate_end": end_checker,
     "validate_quotation": quotation,
     "validate_no_commas": IFEVAL["punctuation:no_comma"],

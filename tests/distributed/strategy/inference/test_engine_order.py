@@ -11,7 +11,7 @@ import pytest
 import support_completions
 import torch
 
-from roll_lite.config.arithmetic import Sleep
+from roll_lite.config.arithmetic import EngineOffload
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineHealth, EngineSpec, PauseMode, RequestProgress
@@ -137,7 +137,7 @@ class Recorder:
 class Engine(EngineStrategy):
     make: Recorder
 
-    def __init__(self, step_s: float | None = None, sleep: Sleep = "with_copy") -> None:
+    def __init__(self, step_s: float | None = None, sleep: EngineOffload = "with_copy") -> None:
         spec = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100, step_s=step_s, sleep=sleep)
         super().__init__(Recorder(), spec)
         self._vocabulary, self._shapes = 10, {"a": (2,), "b": (2,)}

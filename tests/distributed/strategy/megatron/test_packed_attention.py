@@ -37,9 +37,9 @@ def test_the_part_of_a_rank_by_hand() -> None:
     first, second = (PackedRows.of_rank(lengths, ContextCut(8, rank, 2)) for rank in (0, 1))
     assert first.runs == ((1, 2, 2), (1, 2, 3)) and first.places.tolist() == [0, 1, 1, 2]
     assert second.runs == ((1, 2, 4), (1, 1, 5), (1, 1, 1)) and second.places.tolist() == [2, 3, 4, 0]
-    assert first.seen is not None and second.seen is not None
-    assert first.seen.tolist() == [0, 1, 7, 2, 3]
-    assert second.seen.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
+    assert first.key_index is not None and second.key_index is not None
+    assert first.key_index.tolist() == [0, 1, 7, 2, 3]
+    assert second.key_index.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
     cut = ContextCut(8, 0, 2)
     assert cut.own(torch.arange(8)).tolist() == [0, 1, 6, 7]
     here, places = cut.find(torch.tensor([7, 2, 0]))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support_models import make_tiny_model
 
-from roll_lite.config.arithmetic import Sleep
+from roll_lite.config.arithmetic import EngineOffload
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
 from roll_lite.distributed.strategy.inference.life import EngineMemory
@@ -97,7 +97,7 @@ def test_what_only_gpus_get(model: ModelConfig) -> None:
 @pytest.mark.parametrize(
     ("sleep", "copies", "frees_graphs"), [("never", False, False), ("with_copy", True, True), ("without_copy", False, True)]
 )
-def test_what_leaves_a_gpu_with_the_weights(model: ModelConfig, sleep: Sleep, copies: bool, frees_graphs: bool) -> None:
+def test_what_leaves_a_gpu_with_the_weights(model: ModelConfig, sleep: EngineOffload, copies: bool, frees_graphs: bool) -> None:
     """CUDA graphs of prefills cannot be freed: SGLang would raise at the start."""
     gpu = engine_arguments(model, SglangStrategyConfig(), 512, seed=1, cuda=True, sleep=sleep)
     assert gpu["enable_memory_saver"] and gpu["enable_weights_cpu_backup"] == copies

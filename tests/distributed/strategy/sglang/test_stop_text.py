@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from roll_lite.data.samples import GenerationRequest, Sampling
-from roll_lite.distributed.strategy.inference.requests import seam_tokens
+from roll_lite.distributed.strategy.inference.requests import stop_overlap_tokens
 from roll_lite.distributed.strategy.sglang.compat.requests import StopText
-from roll_lite.distributed.strategy.vllm.compat.requests import detokenizer_across
+from roll_lite.distributed.strategy.vllm.compat.requests import detokenizer_with_overlap
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def first_stop(
-    tokenizer: PreTrainedTokenizerFast, prompt: list[int], response: list[int], stops: list[str], least: int = 0, seam: int = 0
+    tokenizer: PreTrainedTokenizerFast, prompt: list[int], response: list[int], stops: list[str], least: int = 0, overlap: int = 0
 ) -> int | None:
     """So many tokens has a response that they end."""
-    seen = StopText(tokenizer, prompt, stops, seam)
+    seen = StopText(tokenizer, prompt, stops, overlap)
     return next((seen.tokens for token in response if seen.next(token) is not None and seen.tokens > least), None)
 
 
@@ -38,9 +38,9 @@ def test_across_a_seam(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt, response = tokenizer.encode("ab"), tokenizer.encode("xé<eos>é.x")
     whole = [*prompt, *response]
     for length in range(1, 6):
-        seen = StopText(tokenizer, whole[: 2 + length], ["éé", "ab"], seam=length)
+        seen = StopText(tokenizer, whole[: 2 + length], ["éé", "ab"], overlap=length)
         assert [seen.next(token) for token in response[length:]].index("éé") == 5 - length
-    again = StopText(tokenizer, whole[:8], ["é"], seam=6)
+    again = StopText(tokenizer, whole[:8], ["é"], overlap=6)
     assert [again.next(token) for token in response[6:]] == [None, None], "what was found or passed over before is not found again"
 
 
@@ -77,12 +77,12 @@ def test_vllm_finds_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
         length = chance.randrange(len(response) if expected is None else expected)
         so_far, rest = [*prompt, *response[:length]], response[length:]
         sampling = Sampling(1.0, 100, min_tokens=max(0, least - length), stop=tuple(stops))
-        seam = seam_tokens(GenerationRequest("r", tuple(so_far), sampling, resumed=length))
+        overlap = stop_overlap_tokens(GenerationRequest("r", tuple(so_far), sampling, resumed_tokens=length))
         parameters.min_tokens = sampling.min_tokens
-        if seam:
+        if overlap:
             request = SimpleNamespace(sampling_params=parameters, prompt_token_ids=so_far, request_id="r")
-            theirs = detokenizer_across(tokenizer, request, seam)
+            theirs = detokenizer_with_overlap(tokenizer, request, overlap)
             goes_on = next((count for count, token in enumerate(rest, 1) if theirs.update([token], False) is not None), None)
             assert goes_on == (None if expected is None else expected - length)
-        assert first_stop(tokenizer, so_far, rest, stops, sampling.min_tokens, seam) == (None if expected is None else expected - length)
+        assert first_stop(tokenizer, so_far, rest, stops, sampling.min_tokens, overlap) == (None if expected is None else expected - length)
     assert 50 < found < 250

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from roll_lite.config.arithmetic import Sleep
+from roll_lite.config.arithmetic import EngineOffload
 from roll_lite.config.schema.models import JudgeServerConfig, LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec
@@ -195,7 +195,7 @@ def test_docs_gpu_names_the_lines_of_vllm_that_it_was_written_from() -> None:
 class RecordedWorkers(VllmEngine):
     """What the workers would be told."""
 
-    def __init__(self, sleep: Sleep = "with_copy") -> None:
+    def __init__(self, sleep: EngineOffload = "with_copy") -> None:
         super().__init__(EngineSpec(MODEL, VllmStrategyConfig(), 64, sleep=sleep))
         self._cuda = True
         self.calls: list[tuple[Any, ...]] = []

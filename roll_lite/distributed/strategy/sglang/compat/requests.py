@@ -8,7 +8,7 @@ import numpy as np
 
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
-from roll_lite.distributed.strategy.inference.requests import SEAM, chosen_experts, seam_tokens
+from roll_lite.distributed.strategy.inference.requests import STOP_OVERLAP, chosen_experts, stop_overlap_tokens
 from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "no_stop_trim": True,
-            "custom_params": {SEAM: seam} if (seam := seam_tokens(request)) else None,
+            "custom_params": {STOP_OVERLAP: overlap} if (overlap := stop_overlap_tokens(request)) else None,
         },
         return_logprob=True,
         return_sampling_mask=reports_survivors(request),
@@ -125,9 +125,9 @@ class StopText:
     """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last token; special tokens have no
     text."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
-        """`seam`: number of tokens at the prompt's end that belong to a resumed response."""
-        begin = len(prompt_ids) - seam
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], overlap: int = 0) -> None:
+        """`overlap`: number of tokens at the prompt's end that belong to a resumed response."""
+        begin = len(prompt_ids) - overlap
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
@@ -137,7 +137,7 @@ class StopText:
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
-        self.tokens = -seam
+        self.tokens = -overlap
         """Tokens generated so far; negative while tokens of the resumed response are added."""
         for token in prompt_ids[begin:]:
             self.next(token)

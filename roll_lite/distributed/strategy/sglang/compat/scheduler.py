@@ -28,7 +28,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from roll_lite.distributed.strategy.inference.adapters import NAME, IncomingAdapters, held_adapters
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
-from roll_lite.distributed.strategy.inference.requests import SEAM
+from roll_lite.distributed.strategy.inference.requests import STOP_OVERLAP
 from roll_lite.distributed.strategy.sglang.compat.adapters import (
     adapted_layers,
     adapters_leave_with_weights,
@@ -66,7 +66,7 @@ class RolloutScheduler(Scheduler):
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
-        return WeightReceiver(set_aside=self.roll_lite_adapters is not None)
+        return WeightReceiver(staged=self.roll_lite_adapters is not None)
 
     # ------------------------------------------------------------ weights
 
@@ -218,8 +218,8 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
     if not parameters.stop_strs:
         return False
     if not hasattr(request, "roll_lite_stop_text"):
-        seam = (parameters.custom_params or {}).get(SEAM, 0)
-        request.roll_lite_stop_text = StopText(request.tokenizer, request.origin_input_ids, parameters.stop_strs, seam)
+        overlap = (parameters.custom_params or {}).get(STOP_OVERLAP, 0)
+        request.roll_lite_stop_text = StopText(request.tokenizer, request.origin_input_ids, parameters.stop_strs, overlap)
     seen: StopText = request.roll_lite_stop_text
     while seen.tokens < len(request.output_ids):
         found = seen.next(request.output_ids[seen.tokens])

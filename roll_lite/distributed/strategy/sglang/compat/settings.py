@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.arithmetic import Sleep
+from roll_lite.config.arithmetic import EngineOffload
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
@@ -85,7 +85,7 @@ def check_version() -> str:
 
 
 def engine_environment(
-    threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None, sleep: Sleep = "with_copy"
+    threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None, sleep: EngineOffload = "with_copy"
 ) -> Environment:
     follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # otherwise the start never returns
     preset = {
@@ -116,7 +116,7 @@ def engine_arguments(
     seed: int,
     cuda: bool,
     lora: LoraConfig | None = None,
-    sleep: Sleep = "with_copy",
+    sleep: EngineOffload = "with_copy",
 ) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model_path": str(model.path),

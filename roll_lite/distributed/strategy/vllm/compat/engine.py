@@ -21,9 +21,9 @@ from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.requests import (
     adapters_request,
     completion,
-    look_across_seams,
     new_tokens,
     prompt_input,
+    restore_stop_overlap,
     sampling_params,
 )
 from roll_lite.models.hf_config import HfConfig
@@ -85,7 +85,7 @@ class VllmEngine(VllmProcesses):
         """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
-        look_across_seams(self._running.output_processor)
+        restore_stop_overlap(self._running.output_processor)
         config = self._llm.model_config.hf_config.get_text_config()
         self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
         self._tokenizer = self._llm.get_tokenizer()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.distributed.strategy.inference.adapters import NAME
-from roll_lite.distributed.strategy.inference.requests import SEAM, InFlight, chosen_experts, seam_tokens
+from roll_lite.distributed.strategy.inference.requests import STOP_OVERLAP, InFlight, chosen_experts, stop_overlap_tokens
 from roll_lite.models.hf_config import ExpertsConfig
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
         detokenize=bool(sampling.stop),  # text is needed during generation only for stop strings
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
-        extra_args={SEAM: seam} if (seam := seam_tokens(request)) else None,
+        extra_args={STOP_OVERLAP: overlap} if (overlap := stop_overlap_tokens(request)) else None,
     )
 
 
@@ -129,7 +129,7 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
     )
 
 
-def look_across_seams(processor: OutputProcessor) -> None:
+def restore_stop_overlap(processor: OutputProcessor) -> None:
     """Make vLLM find stop strings that begin in a resumed response's earlier tokens, which end the prompt: the detokenizer starts with
     these tokens."""
     add = processor.add_request
@@ -137,27 +137,27 @@ def look_across_seams(processor: OutputProcessor) -> None:
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         add(request, *args, **kwargs)
         params = request.sampling_params
-        seam = (params.extra_args or {}).get(SEAM, 0) if params is not None else 0
-        if seam:
-            processor.request_states[request.request_id].detokenizer = detokenizer_across(processor.tokenizer, request, seam)
+        overlap = (params.extra_args or {}).get(STOP_OVERLAP, 0) if params is not None else 0
+        if overlap:
+            processor.request_states[request.request_id].detokenizer = detokenizer_with_overlap(processor.tokenizer, request, overlap)
 
     processor.add_request = add_request
 
 
-def detokenizer_across(tokenizer: Any, request: EngineCoreRequest, seam: int) -> IncrementalDetokenizer:
+def detokenizer_with_overlap(tokenizer: Any, request: EngineCoreRequest, overlap: int) -> IncrementalDetokenizer:
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer, IncrementalDetokenizer, SlowIncrementalDetokenizer
 
     assert request.prompt_token_ids is not None
     shorter = copy.copy(request)
-    shorter.prompt_token_ids = request.prompt_token_ids[:-seam]
+    shorter.prompt_token_ids = request.prompt_token_ids[:-overlap]
     detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, shorter)
     assert isinstance(detokenizer, BaseIncrementalDetokenizer)
-    for token in request.prompt_token_ids[-seam:]:
+    for token in request.prompt_token_ids[-overlap:]:
         detokenizer.token_ids.append(token)
         detokenizer.output_text += detokenizer.decode_next(token)
     # These tokens must not count as generated.
     if isinstance(detokenizer, SlowIncrementalDetokenizer):
-        detokenizer.prompt_len += seam
+        detokenizer.prompt_len += overlap
     else:
         detokenizer.token_ids.clear()
     return detokenizer

@@ -57,7 +57,7 @@ class WorkerExtension:
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
-        return WeightReceiver(set_aside=self.roll_lite_adapters is not None)
+        return WeightReceiver(staged=self.roll_lite_adapters is not None)
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
