@@ -32,6 +32,11 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 """Argument for grouped-query attention; torch 2.11 neither has nor needs it."""
 
 
+def has_fused_kernels() -> bool:
+    """Check for GPU kernels, which take less memory and round differently. Plans for GPUs pretend to have them."""
+    return torch.cuda.is_available()
+
+
 class TorchRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with sequence parallelism, which Megatron's wrapper refuses."""
 

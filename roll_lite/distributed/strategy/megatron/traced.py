@@ -209,6 +209,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
     if on_gpu:
         replaced += [
             patch.object(SdpaAttention, "_run_by_run", SdpaAttention._variable_length),
+            patch.object(model, "has_fused_kernels", lambda: True),
             patch.dict(vocabulary.BLOCK_LOGITS, {"cpu": vocabulary.BLOCK_LOGITS["cuda"]}),
             patch.object(vocabulary.Vocabulary, "blocks", lambda words: islice(blocks(words), 2)),  # further blocks take no more memory
         ]
