@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -73,6 +73,11 @@ FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNE
 """Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's allocators; the first has priority."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues of a process. With one, kernels start in the order of their launch, by which Megatron overlaps tensor-parallel
+communication with matrix products."""
+BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
+"""Ray's names of GPUs that overlap without this."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -107,11 +112,13 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
 
-def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers.
+def gpu_environment(
+    config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
+) -> dict[str, str]:
+    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of the cluster's GPUs.
 
-    All members of an NCCL group need equal settings, so trainers follow SGLang. Torch would round trainers' pinned copies up to powers of
-    two and never free them.
+    All members of an NCCL group need equal settings, so trainers follow SGLang. Micro-batches of changing sizes would fragment trainers'
+    memory without expandable segments. Torch would round trainers' pinned copies up to powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -123,8 +130,13 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
             "NCCL_NVLS_ENABLE": symmetric or bool(arguments.get("enable_nccl_nvls")),
         }
         chosen = {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
-    if role in TRAINING_ROLES and given.keys().isdisjoint(ALLOCATOR) and Version(version("torch")).release >= KNOWS_PINNED_SIZE:
-        chosen[ALLOCATOR[0]] = "pinned_max_cached_size_mb:16"
+    if role not in TRAINING_ROLES:
+        return chosen
+    if roles(config)[role].strategy.tensor_parallel > 1 and (CONNECTIONS in given or not set(accelerators) & set(BLACKWELL)):
+        chosen[CONNECTIONS] = given.get(CONNECTIONS, "1")
+    if given.keys().isdisjoint(ALLOCATOR):
+        pinned = ",pinned_max_cached_size_mb:16" if Version(version("torch")).release >= KNOWS_PINNED_SIZE else ""
+        chosen[ALLOCATOR[0]] = f"expandable_segments:True{pinned}"
     return chosen
 
 
@@ -183,15 +195,16 @@ class Starter:
         # In a cluster that only this run uses, no devices become free later.
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
+        self.accelerators = [name.removeprefix("accelerator_type:") for name in ray.cluster_resources()]
 
     def spec(self, name: str, slots: list[Slot], threads: int = 1) -> ClusterSpec:
         environment = quiet_environment(self.config)
         if any(slot.gpus or slot.own_gpus for slot in slots):
-            environment |= gpu_environment(self.config, name)
+            environment |= gpu_environment(self.config, name, accelerators=self.accelerators)
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
 
     def notes(self) -> list[str]:
-        environment = gpu_environment(self.config, "actor_train")
+        environment = gpu_environment(self.config, "actor_train", accelerators=self.accelerators)
         if not environment or all(device.gpu is None for device in self.placement.devices.values()):
             return []
         told = ", ".join(f"{name}={value}" for name, value in environment.items())
