@@ -17,9 +17,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from roll_lite.config.arithmetic import layers_of_parts
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.base import current_device
+from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
-from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, ValueHead, has_fused_kernels, layer_spec
+from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, ValueHead, layer_spec
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
@@ -70,7 +71,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         # Losses are weighted sums over tokens, so gradients are never divided by the number of micro-batches, tokens or ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=has_fused_kernels(),
+        bias_activation_fusion=layers.has_fused_kernels(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

@@ -14,7 +14,8 @@ from megatron_ranks import RankPool
 from test_megatron_oracle import check_forward, check_gradients
 
 from roll_lite.data.microbatch import TokenBudget
-from roll_lite.distributed.strategy.megatron import model
+from roll_lite.distributed.strategy.megatron import layers
+from roll_lite.distributed.strategy.megatron.experts import _GroupedProduct
 
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl  # isort: skip  (roll_lite prepares it)
 
@@ -54,12 +55,35 @@ def test_fused_swiglu_is_the_same_function(dtype: torch.dtype, tolerance: float,
             assert float((ours.float() - expected).norm()) <= tolerance * float(expected.norm())
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_one_product_of_all_experts_is_that_of_each(dtype: torch.dtype, tolerance: float) -> None:
+    """One has no tokens, and its gradient is zero."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, counts = torch.randn(20, 16, generator=generator).to(dtype), [7, 0, 12, 1]
+    weights = [torch.randn(8, 16, generator=generator).to(dtype) for _ in counts]
+    slope = torch.randn(20, 8, generator=generator).to(dtype)
+    found = []
+    for grouped in (False, True):
+        x, *w = (each.clone().requires_grad_() for each in (tokens, *weights))
+        if grouped:
+            value = _GroupedProduct.apply(x, torch.tensor(counts).cumsum(0).int(), *w)
+        else:
+            value = torch.cat([part @ one.T for part, one in zip(x.split(counts), w, strict=True)])
+        value.backward(slope)
+        found.append([value.detach(), *(each.grad for each in (x, *w))])
+    for ours, expected in zip(*found, strict=True):
+        assert ours.dtype == dtype and float((ours - expected).norm()) <= tolerance * float(expected.norm())
+
+
 def as_on_gpus(path: Path, layout: dict[str, Any]) -> None:
-    with patch.object(model, "has_fused_kernels", lambda: True):
+    with patch.object(layers, "has_fused_kernels", lambda: True):
         check_forward(path, 100, layout)
         check_gradients(path, 100, layout, None, [TokenBudget(20)])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_a_model_with_them_is_hugging_faces(ranks: RankPool, tmp_path: Path, family: str) -> None:
-    ranks(1, as_on_gpus, tiny(tmp_path / family, family), {})
+EP2 = {"expert_parallel": 2, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2", {}), ("qwen3_moe", {}), ("qwen3_moe", EP2)], ids=["dense", "MoE", "MoE EP2"])
+def test_a_model_with_them_is_hugging_faces(ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, Any]) -> None:
+    ranks(2 if layout else 1, as_on_gpus, tiny(tmp_path / family, family), layout)

@@ -24,7 +24,7 @@ from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron import strategy as strategy_module
 from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER
-from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, TorchRMSNorm, chosen_parts
+from roll_lite.distributed.strategy.megatron.layers import TORCH, TORCH_ON_GPU, LayerParts, TorchRMSNorm, chosen_parts
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip  (roll_lite prepares megatron.core)
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
@@ -210,11 +210,12 @@ def test_who_gets_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(installed: bool, cuda: bool, adapters: bool = False) -> str:
         monkeypatch.setattr(layers, "find_spec", lambda _: object() if installed else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-        assert chosen_parts("torch", adapters) is TORCH
+        plain = TORCH_ON_GPU if cuda and not adapters else TORCH
+        assert chosen_parts("torch", adapters) is plain
         try:
             parts = chosen_parts("transformer_engine", adapters)
         except ValueError as error:
-            assert chosen_parts("auto", adapters) is TORCH
+            assert chosen_parts("auto", adapters) is plain
             return str(error)
         assert parts is STAND_INS and chosen_parts("auto", adapters) is STAND_INS
         return ""
