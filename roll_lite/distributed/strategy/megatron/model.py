@@ -74,7 +74,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         bias_activation_fusion=layers.has_fused_kernels(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=layers.chosen_parts(strategy.layers, has_adapters=False).fused,
         persist_layer_norm=False,
         window_size=None if hf.window is None else (hf.window - 1, 0),
         recompute_granularity=None if strategy.recompute == "none" else strategy.recompute,
