@@ -29,7 +29,7 @@ from roll_lite.config.arithmetic import (
 )
 from roll_lite.config.checks.layout import verification
 from roll_lite.config.device_phases import WHOLE
-from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig, MegatronStrategyConfig, SglangStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
@@ -130,9 +130,11 @@ def gpu_environment(
             "NCCL_NVLS_ENABLE": symmetric or bool(arguments.get("enable_nccl_nvls")),
         }
         chosen = {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
-    if role not in TRAINING_ROLES:
+    trainer = roles(config).get(role)
+    if role not in TRAINING_ROLES or trainer is None:
         return chosen
-    if roles(config)[role].strategy.tensor_parallel > 1 and (CONNECTIONS in given or not set(accelerators) & set(BLACKWELL)):
+    of_tensor_ranks = isinstance(trainer.strategy, MegatronStrategyConfig) and trainer.strategy.tensor_parallel > 1
+    if of_tensor_ranks and (CONNECTIONS in given or not set(accelerators) & set(BLACKWELL)):
         chosen[CONNECTIONS] = given.get(CONNECTIONS, "1")
     if given.keys().isdisjoint(ALLOCATOR):
         pinned = ",pinned_max_cached_size_mb:16" if Version(version("torch")).release >= KNOWS_PINNED_SIZE else ""
