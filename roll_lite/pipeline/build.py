@@ -29,7 +29,13 @@ from roll_lite.config.arithmetic import (
 )
 from roll_lite.config.checks.layout import verification
 from roll_lite.config.device_phases import WHOLE
-from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig, MegatronStrategyConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import (
+    CriticRoleConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    MegatronStrategyConfig,
+    SglangStrategyConfig,
+)
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
