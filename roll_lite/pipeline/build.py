@@ -80,10 +80,9 @@ FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNE
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's allocators; the first has priority."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues of a process. With one, kernels start in the order of their launch, by which Megatron overlaps tensor-parallel
-communication with matrix products."""
+"""Hardware queues: with one, kernels start in launch order, by which Megatron overlaps tensor-parallel communication."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
-"""Ray's names of GPUs that overlap without this."""
+"""Ray's names of GPUs that need no single queue."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -121,10 +120,10 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(
     config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of the cluster's GPUs.
+    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    All members of an NCCL group need equal settings, so trainers follow SGLang. Micro-batches of changing sizes would fragment trainers'
-    memory without expandable segments. Torch would round trainers' pinned copies up to powers of two and never free them.
+    All members of an NCCL group need equal settings, so trainers follow SGLang. Changing micro-batches fragment memory without expandable
+    segments. Torch would round trainers' pinned copies up to powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}

@@ -147,7 +147,7 @@ class ExpertRouter(TopKRouter):
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP that multiplies all experts of a rank in one kernel. On GPUs the kernel takes bfloat16 only."""
+    """SequentialMLP with one kernel for all experts of a rank; on GPUs in bfloat16 only."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not len(hidden) or (hidden.is_cuda and hidden.dtype != torch.bfloat16):
@@ -160,10 +160,8 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products of experts' tokens [tokens, in] with their weights [out, in]. `ends`: end of each expert's tokens.
-
-    The kernel needs the weights in one tensor: a copy, made anew for the backward pass.
-    """
+    """Products of experts' tokens [tokens, in] and weights [out, in], stacked anew for the backward pass. `ends`: each expert's last token
+    + 1."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

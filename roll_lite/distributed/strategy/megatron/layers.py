@@ -33,7 +33,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 def has_fused_kernels() -> bool:
-    """Check for GPU kernels, which take less memory and round differently. Plans for GPUs pretend to have them."""
+    """Presence of GPU kernels for chains of operations. Plans for GPUs pretend it."""
     return torch.cuda.is_available()
 
 
@@ -153,7 +153,7 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Not with adapters, which need each expert's products."""
+"""Without adapters, which hook into each expert's layers."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:

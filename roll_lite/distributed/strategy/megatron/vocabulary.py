@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits per block: fit a CPU's cache, keep a GPU busy (256 MiB in float32) and gradients of hidden states, which are read and written
-once per block, out of its way."""
+"""Logits per block: fit a CPU's cache, keep a GPU busy (256 MiB in float32)."""
 FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
