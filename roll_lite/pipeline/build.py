@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -27,7 +27,13 @@ from roll_lite.config.arithmetic import (
 )
 from roll_lite.config.checks.layout import verification
 from roll_lite.config.device_phases import WHOLE
-from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, InferRoleConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import (
+    CriticRoleConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    MegatronStrategyConfig,
+    SglangStrategyConfig,
+)
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.dump_files import FOLDER, found_dumps
 from roll_lite.data.stable_hash import derived_seed
@@ -70,6 +76,11 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
 """Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables for torch's allocators; the first has priority."""
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Hardware queues: with one, kernels start in launch order, by which Megatron overlaps tensor-parallel communication."""
+BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
+"""Ray's names of GPUs that need no single queue."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -106,11 +117,14 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
 
-def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers.
+def gpu_environment(
+    config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
+) -> dict[str, str]:
+    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Members of an NCCL group need equal settings, so trainers get those that SGLang chooses for engines. Trainers also get a limit for
-    cached pinned memory: torch would round pinned copies up to powers of two and never free them.
+    Members of an NCCL group need equal settings, so trainers get those that SGLang chooses for engines. Trainers also get expandable
+    segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
+    powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -122,8 +136,15 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
             "NCCL_NVLS_ENABLE": symmetric or bool(arguments.get("enable_nccl_nvls")),
         }
         chosen = {name: "1" if is_needed else chosen.get(name, "0") for name, is_needed in needed.items()}
-    if role in TRAINING_ROLES and given.keys().isdisjoint(ALLOCATOR) and Version(version("torch")).release >= KNOWS_PINNED_SIZE:
-        chosen[ALLOCATOR[0]] = "pinned_max_cached_size_mb:16"
+    trainer = roles(config).get(role)
+    if role not in TRAINING_ROLES or trainer is None:
+        return chosen
+    of_tensor_ranks = isinstance(trainer.strategy, MegatronStrategyConfig) and trainer.strategy.tensor_parallel > 1
+    if of_tensor_ranks and (CONNECTIONS in given or not set(accelerators) & set(BLACKWELL)):
+        chosen[CONNECTIONS] = given.get(CONNECTIONS, "1")
+    if given.keys().isdisjoint(ALLOCATOR):
+        pinned = ",pinned_max_cached_size_mb:16" if Version(version("torch")).release >= KNOWS_PINNED_SIZE else ""
+        chosen[ALLOCATOR[0]] = f"expandable_segments:True{pinned}"
     return chosen
 
 
@@ -182,15 +203,16 @@ class Starter:
         # In a cluster that only this run uses, no devices become free later.
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
+        self.accelerators = [name.removeprefix("accelerator_type:") for name in ray.cluster_resources()]
 
     def spec(self, name: str, slots: list[Slot], threads: int = 1) -> ClusterSpec:
         environment = quiet_environment(self.config)
         if any(slot.gpus or slot.own_gpus for slot in slots):
-            environment |= gpu_environment(self.config, name)
+            environment |= gpu_environment(self.config, name, accelerators=self.accelerators)
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
 
     def notes(self) -> list[str]:
-        environment = gpu_environment(self.config, "actor_train")
+        environment = gpu_environment(self.config, "actor_train", accelerators=self.accelerators)
         if not environment or all(device.gpu is None for device in self.placement.devices.values()):
             return []
         told = ", ".join(f"{name}={value}" for name, value in environment.items())

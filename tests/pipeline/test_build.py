@@ -48,7 +48,7 @@ def test_nodes_download_only_where_the_hub_is_named() -> None:
 
 
 SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-PINNED = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:16"}
+ALLOCATED = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:16"}
 
 
 @pytest.mark.parametrize(
@@ -70,19 +70,19 @@ def test_trainers_and_engines_have_the_nccl_settings_of_sglang(
     monkeypatch.chdir(ROOT)
     config = load_config("tiny_grpo", ROOT / "examples/configs", [f"actor_infer.strategy={{name: {engine}, engine_args: {arguments}}}"])
     assert build.gpu_environment(config, "actor_infer", given) == expected
-    assert build.gpu_environment(config, "actor_train", given) == expected | PINNED
+    assert build.gpu_environment(config, "actor_train", given) == expected | ALLOCATED
 
 
 @pytest.mark.parametrize(
     ("torch", "given", "expected"),
     [
-        ("2.13.0+cu130", {}, PINNED),
-        ("2.12.1", {}, {}),
-        ("2.14.1", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}),
+        ("2.13.0+cu130", {}, ALLOCATED),
+        ("2.12.1", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("2.14.1", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}),
         ("2.14.1", {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_cached_size_mb:64"}, {}),
     ],
 )
-def test_pinned_memory_is_bounded_where_torch_can_and_the_user_has_not_decided(
+def test_allocators_are_set_as_far_as_torch_can_and_the_user_has_not_decided(
     torch: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -92,6 +92,21 @@ def test_pinned_memory_is_bounded_where_torch_can_and_the_user_has_not_decided(
     assert build.gpu_environment(config, "actor_infer", given) == {}, "an engine that keeps a copy of its weights pins it in every step"
 
 
+@pytest.mark.parametrize(
+    ("tensor_parallel", "accelerators", "given", "expected"),
+    [(2, ["CPU", "H100"], None, "1"), (2, ["B200"], None, None), (2, ["B200"], "8", "8"), (2, [], "32", "32"), (1, ["H100"], None, None)],
+)
+def test_tensor_ranks_have_one_hardware_queue(
+    tensor_parallel: int, accelerators: list[str], given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    layout = [f"actor_train.strategy.tensor_parallel={tensor_parallel}", "actor_train.devices=2"]
+    config = load_config("tiny_grpo", ROOT / "examples/configs", layout)
+    driver = {} if given is None else {build.CONNECTIONS: given}
+    assert build.gpu_environment(config, "actor_train", driver, accelerators).get(build.CONNECTIONS) == expected
+    assert build.CONNECTIONS not in build.gpu_environment(config, "actor_infer", driver, accelerators)
+
+
 @pytest.mark.parametrize("gpu", ["0", None])
 def test_workers_on_gpus_have_these_settings_and_the_run_tells_them(gpu: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -99,15 +114,15 @@ def test_workers_on_gpus_have_these_settings_and_the_run_tells_them(gpu: str | N
         monkeypatch.delenv(name, raising=False)
     config = load_config("tiny_grpo", ROOT / "examples/configs", ["actor_infer.strategy={name: sglang}"])
     placement = SimpleNamespace(devices={0: Device(0, "node", gpu)})
-    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config, placement=placement)
+    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=config, placement=placement, accelerators=[])
     slots = [Slot(gpus=() if gpu is None else (gpu,))]
     found = {role: {**Starter.spec(starter, role, slots).env} for role in ("actor_train", "actor_infer", "rollouts")}
     notes = Starter.notes(starter)
     if gpu is None:
         assert found["actor_train"] == found["actor_infer"] == environment() and notes == []
         return
-    assert found["actor_train"].items() >= (SGLANG | PINNED).items() and found["actor_infer"].items() >= SGLANG.items()
-    told = "NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, PYTORCH_ALLOC_CONF=pinned_max_cached_size_mb:16"
+    assert found["actor_train"].items() >= (SGLANG | ALLOCATED).items() and found["actor_infer"].items() >= SGLANG.items()
+    told = "NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, PYTORCH_ALLOC_CONF=expandable_segments:True,pinned_max_cached_size_mb:16"
     assert len(notes) == 1 and told in notes[0] and "set these for the driver" in notes[0]
     joining = [Slot(own_gpus=1)]
     assert Starter.spec(starter, "actor_infer", joining).env == found["actor_infer"], "Ray chooses the GPU of an engine that joins later"

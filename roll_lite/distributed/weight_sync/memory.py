@@ -8,7 +8,8 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,9 +89,25 @@ class ExportedSegment(GpuSegment):
     """Send buffer exported by CUDA IPC. The handle contains the GPU's UUID, since device numbers differ between processes."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
-        super().__init__(nbytes, readers)
+        with without_expandable_segments():
+            super().__init__(nbytes, readers)
         self.exports = [export(self.whole) for _ in range(readers)]
         self.handle = ";".join([uuid_of(self.whole.device.index), *(base64.b64encode(pickle.dumps(one)).decode() for one in self.exports)])
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Allocate GPU memory that CUDA IPC can export; expandable segments would need the permission to read another process's files."""
+    settings = torch._C._accelerator_getAllocatorSettings()
+    fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
+    if fixed == settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(fixed)  # all settings: those not named would be reset
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def export(tensor: torch.Tensor) -> Export:

@@ -86,6 +86,24 @@ def test_torchs_exports_have_the_devices_number_where_it_is_replaced() -> None:
 
 
 @pytest.mark.usefixtures("exports")
+def test_exported_memory_lies_in_no_expandable_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes these settings on a CPU too. All others stand while memory is allocated, and afterwards."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    settings = "expandable_segments:True,max_split_size_mb:64"
+    found = []
+    monkeypatch.setattr(memory.Watched, "__init__", lambda *_: found.append(torch._C._accelerator_getAllocatorSettings()))
+    try:
+        torch._C._accelerator_setAllocatorSettings(settings)
+        memory.GpuSegment(8, 1)
+        with pytest.raises(AttributeError):  # nothing is there to be exported
+            memory.ExportedSegment(8, 1)
+        assert found == [settings, "expandable_segments:False,max_split_size_mb:64"]
+        assert torch._C._accelerator_getAllocatorSettings() == settings
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+@pytest.mark.usefixtures("exports")
 def test_weights_through_exported_memory() -> None:
     plan, state = make_plan(owners=2, engines={0: 2, 1: 1})
     members = Members(plan, transport="cuda_ipc", homes=on_gpus("a", "b", "a", "b", "a"))

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
 
 from roll_lite.distributed.strategy.base import ExpertUse
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
@@ -139,6 +143,37 @@ class ExpertRouter(TopKRouter):
         weighted = self._balance.weighted(((choices * probabilities).sum(1) * scale).sum())
         result: torch.Tensor = moe_utils.MoEAuxLossAutoScaler.apply(weights, weighted)
         return result
+
+
+class GroupedExperts(SequentialMLP):
+    """SequentialMLP with one kernel for all experts of a rank; on GPUs in bfloat16 only."""
+
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if not len(hidden) or (hidden.is_cuda and hidden.dtype != torch.bfloat16):
+            output, _ = super().forward(hidden, tokens_per_expert, weights)
+            return output, None
+        ends = tokens_per_expert.cumsum(0).to(hidden.device, torch.int32)
+        inner = _GroupedProduct.apply(hidden, ends, *(expert.linear_fc1.weight for expert in self.local_experts))
+        inner = weighted_bias_swiglu_impl(inner, None, weights.unsqueeze(-1))
+        return _GroupedProduct.apply(inner, ends, *(expert.linear_fc2.weight for expert in self.local_experts)), None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Products of experts' tokens [tokens, in] and weights [out, in], stacked anew for the backward pass. `ends`: each expert's last token
+    + 1."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inputs, ends, *weights)
+        return grouped_mm(inputs, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        inputs, ends, *weights = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_inputs = grouped_mm(gradient, torch.stack(weights), offs=ends)
+        return of_inputs, None, *grouped_mm(gradient.t(), inputs, offs=ends)
 
 
 class Experts(MoELayer):

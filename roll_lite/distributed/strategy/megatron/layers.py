@@ -4,7 +4,7 @@ are implemented here."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, Literal
@@ -25,12 +25,17 @@ from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
 from roll_lite.distributed.strategy.base import current_device
-from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_spec
+from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, GroupedExperts, experts_spec
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Argument for grouped-query attention; torch 2.11 neither has nor needs it."""
+
+
+def has_fused_kernels() -> bool:
+    """Presence of GPU kernels for chains of operations. Plans for GPUs pretend it."""
+    return torch.cuda.is_available()
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -148,6 +153,8 @@ TORCH = LayerParts(
     experts=ModuleSpec(SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
     fused=False,
 )
+TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
+"""Without adapters, which hook into each expert's layers."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
@@ -155,7 +162,9 @@ def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_ada
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")
-    return TORCH if wanted == "torch" or obstacle is not None else transformer_engine()
+    if wanted != "torch" and obstacle is None:
+        return transformer_engine()
+    return TORCH_ON_GPU if has_fused_kernels() and not has_adapters else TORCH
 
 
 def _obstacle(has_adapters: bool) -> str | None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from roll_lite.config.arithmetic import layers_of_parts
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.base import current_device
+from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, ValueHead, layer_spec
@@ -70,10 +71,10 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         # Losses are weighted sums over tokens, so gradients are never divided by the number of micro-batches, tokens or ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=layers.has_fused_kernels(),
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=layers.chosen_parts(strategy.layers, has_adapters=False).fused,
         persist_layer_norm=False,
         window_size=None if hf.window is None else (hf.window - 1, 0),
         recompute_granularity=None if strategy.recompute == "none" else strategy.recompute,

@@ -20,6 +20,8 @@ from torch.optim.adamw import adamw
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
+FUSED_ON = ("cuda",)
+"""Device types where torch's AdamW is one kernel; otherwise its temporaries take 4 bytes per weight there."""
 STRETCH = 4096
 """Entries whose squares a CPU sums in float32 before adding the sum in float64."""
 
@@ -83,15 +85,19 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Move moments to the host if configured, and give every parameter its own step counter."""
+        """Move moments to the host if configured, choose the kernel, and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()
+        is_fused = not self.on_host and current_device().type in FUSED_ON
         # With torch's AdamW, Megatron-Core 0.16 loads one shared counter, which every parameter's update would advance: Adam's bias
         # correction would be silently wrong.
         for part in self.parts:
             if isinstance(part.optimizer, torch.optim.AdamW):
-                for state in part.optimizer.state.values():
-                    state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+                for group in part.optimizer.param_groups:
+                    group["fused"] = is_fused or None
+                for weight, state in part.optimizer.state.items():
+                    count = state["step"].clone() if "step" in state else torch.tensor(0.0)
+                    state["step"] = count.to(weight.device) if is_fused else count
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
         """Yield updated weights, each followed by its moments and step count."""

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from roll_lite.data.microbatch import MicroBatchPlan, RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import LossFn, ModelSpec, StateGroup
-from roll_lite.distributed.strategy.megatron import model, vocabulary
+from roll_lite.distributed.strategy.megatron import layers, model, vocabulary
 from roll_lite.distributed.strategy.megatron.experts import experts_config
 from roll_lite.distributed.strategy.megatron.forward_backward import sum_gradients
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention
@@ -208,6 +208,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
     if on_gpu:
         replaced += [
             patch.object(SdpaAttention, "_run_by_run", SdpaAttention._variable_length),
+            patch.object(layers, "has_fused_kernels", lambda: True),
             patch.dict(vocabulary.BLOCK_LOGITS, {"cpu": vocabulary.BLOCK_LOGITS["cuda"]}),
             patch.object(vocabulary.Vocabulary, "blocks", lambda words: islice(blocks(words), 2)),  # further blocks take no more memory
         ]

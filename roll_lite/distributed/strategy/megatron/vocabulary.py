@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits per block: fit a CPU's cache, keep a GPU busy (64 MiB in float32)."""
+BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Logits per block: fit a CPU's cache, keep a GPU busy (256 MiB in float32)."""
 FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 

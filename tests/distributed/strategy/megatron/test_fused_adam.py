@@ -1,5 +1,5 @@
-"""With a stand-in for the Adam of Transformer Engine and of Apex, which Megatron-Core takes where it is installed. It counts steps in the
-parameter groups, not in each parameter's state."""
+"""With torch's fused AdamW, and with a stand-in for the Adam of Transformer Engine and of Apex, which Megatron-Core takes where it is
+installed. That one counts steps in the parameter groups, not in each parameter's state."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support_passes import train_step
 from torch.optim.adamw import adamw
 
 from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.distributed.strategy.megatron import optimizer as our_optimizer
 
 from megatron.core import optimizer as upstream  # isort: skip  (roll_lite prepares megatron.core)
 from megatron.core.optimizer import distrib_optimizer  # isort: skip
@@ -80,3 +81,34 @@ def test_a_resumed_run_counts_on(ranks: RankPool, tmp_path: Path, on_host: bool,
     all the same."""
     config = CONFIG.model_copy(update={"on_host": on_host})
     ranks(1, train_save_and_go_on, tiny(tmp_path / "model"), tmp_path / "checkpoint", config, distributed)
+
+
+def as_on_gpus(path: Path, folder: Path, distributed: bool) -> None:
+    """The same update to 1% of the learning rate, from a checkpoint of either kind too; a copy of the state goes on with the same bits."""
+    plain, other = (started(path, CONFIG, distributed_optimizer=distributed) for _ in range(2))
+    with patch.object(our_optimizer, "FUSED_ON", ("cpu",)):
+        fused, again = (started(path, CONFIG, distributed_optimizer=distributed) for _ in range(2))
+        for strategy in (plain, fused):
+            for number in range(3):
+                train_step(strategy, batch_of(seed=number), weighted_loss, ["log_probs"], 3)
+        plain.save_checkpoint(folder / "plain")
+        fused.save_checkpoint(folder / "fused")
+        again.load_copy(copied(fused))
+        for strategy in (fused, again):
+            train_step(strategy, batch_of(seed=3), weighted_loss, ["log_probs"], 3)
+        expected = own_weights(fused)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in own_weights(again).items())
+        again.load_checkpoint(folder / "plain")
+        groups = [group for part in optimizer_of(again).parts for group in part.optimizer.param_groups]
+        assert groups and all(group["fused"] for group in groups), "a checkpoint says what its run had"
+    other.load_checkpoint(folder / "fused")
+    assert not any(group["fused"] for part in optimizer_of(other).parts for group in part.optimizer.param_groups)
+    for strategy in (plain, other, again):
+        train_step(strategy, batch_of(seed=3), weighted_loss, ["log_probs"], 3)
+        for name, tensor in own_weights(strategy).items():
+            assert torch.allclose(tensor, expected[name], rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_torchs_fused_adam_is_the_same_update(ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
+    ranks(1, as_on_gpus, tiny(tmp_path / "model", "qwen3"), tmp_path, distributed)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,10 @@ from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron import strategy as strategy_module
 from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER
-from roll_lite.distributed.strategy.megatron.layers import TORCH, LayerParts, TorchRMSNorm, chosen_parts
+from roll_lite.distributed.strategy.megatron.layers import TORCH, TORCH_ON_GPU, LayerParts, TorchRMSNorm, chosen_parts
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip  (roll_lite prepares megatron.core)
+from megatron.core.models.common.embeddings import rope_utils  # isort: skip  (roll_lite prepares megatron.core)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
 from megatron.core.transformer.moe.experts import TEGroupedMLP  # isort: skip
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
@@ -120,15 +123,34 @@ STAND_INS = LayerParts(
 )
 
 
-def with_stand_ins() -> Any:
-    return patch.object(strategy_module, "chosen_parts", lambda *_: STAND_INS)
+def fused_rope(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """For Transformer Engine's: [tokens, 1, heads, size] turned by the angles [tokens, 1, 1, size] of each token, in float32."""
+    assert not interleaved and freqs.dtype == torch.float32 and freqs.shape == (len(t), 1, 1, t.shape[-1])
+    first, second = t.float().chunk(2, dim=-1)
+    turned = torch.view_as_complex(torch.stack([first, second], dim=-1)) * torch.polar(torch.ones(()), freqs.chunk(2, dim=-1)[0])
+    return torch.cat([turned.real, turned.imag], dim=-1).to(t.dtype)
 
 
+@contextmanager
+def with_stand_ins() -> Iterator[None]:
+    with (
+        patch.object(strategy_module, "chosen_parts", lambda *_: STAND_INS),
+        patch.object(layers, "chosen_parts", lambda *_, **__: STAND_INS),
+    ):
+        yield
+
+
+with_fused_rope = patch.object(rope_utils, "fused_apply_rotary_pos_emb", fused_rope)
+
+
+@with_fused_rope
 def parity(path: Path, layout: dict[str, Any]) -> None:
     with with_stand_ins():
         check_forward(path, 100, layout)
         check_gradients(path, 100, layout, None, [TokenBudget(20)])
-        weights = own_weights(started(path, **layout))
+        strategy = started(path, **layout)
+        weights = own_weights(strategy)
+    assert strategy._model.config.apply_rope_fusion
     saved = load_file(path / "model.safetensors")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in weights.items())
     assert layout or set(weights) == set(saved)
@@ -157,6 +179,7 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, models: dict[str, Path], name: s
     ranks(2, parity, models[name], layout)
 
 
+@with_fused_rope
 def from_one_kind_to_the_other(path: Path, folder: Path, layout: dict[str, Any]) -> None:
     def steps(strategy: Any, count: int) -> list[float]:
         return [train_step(strategy, shard(batch_of(seed=seed), strategy), weighted_loss, ["log_probs"], 6).loss for seed in range(count)]
@@ -210,11 +233,12 @@ def test_who_gets_which_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(installed: bool, cuda: bool, adapters: bool = False) -> str:
         monkeypatch.setattr(layers, "find_spec", lambda _: object() if installed else None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-        assert chosen_parts("torch", adapters) is TORCH
+        plain = TORCH_ON_GPU if cuda and not adapters else TORCH
+        assert chosen_parts("torch", adapters) is plain
         try:
             parts = chosen_parts("transformer_engine", adapters)
         except ValueError as error:
-            assert chosen_parts("auto", adapters) is TORCH
+            assert chosen_parts("auto", adapters) is plain
             return str(error)
         assert parts is STAND_INS and chosen_parts("auto", adapters) is STAND_INS
         return ""

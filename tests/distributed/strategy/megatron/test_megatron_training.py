@@ -115,6 +115,13 @@ def test_steps_equal_adamw(ranks: RankPool, path: Path, layout: dict[str, Any], 
     check_steps(ranks, path, CONFIG, {**layout, "distributed_optimizer": distributed_optimizer} if layout else {}, [CONFIG.lr] * STEPS)
 
 
+def test_overlapped_reduction_changes_no_bit(ranks: RankPool, path: Path) -> None:
+    """After three steps of two data-parallel ranks."""
+    (plain, _), _ = ranks(2, megatron_steps, path, CONFIG, {}, 3)
+    (overlapped, _), _ = ranks(2, megatron_steps, path, CONFIG, {"overlap_grad_reduce": True}, 3)
+    assert plain and all(torch.equal(tensor, overlapped[name]) for name, tensor in plain.items())
+
+
 FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2": (2, {"context_parallel": 2}),
     "PP2": (2, {"pipeline_parallel": 2}),

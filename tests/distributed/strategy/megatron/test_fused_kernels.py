@@ -1,0 +1,89 @@
+"""What GPUs compute with in the place of torch's single operations, here by the same formulas without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_cases import tiny
+from megatron_ranks import RankPool
+from test_megatron_oracle import check_forward, check_gradients
+
+from roll_lite.data.microbatch import TokenBudget
+from roll_lite.distributed.strategy.megatron import layers
+from roll_lite.distributed.strategy.megatron.experts import _GroupedProduct
+
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl  # isort: skip  (roll_lite prepares it)
+
+
+def swiglu(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    """As Megatron's MLP computes it without fusion."""
+    gate, up = x.chunk(2, dim=-1)
+    product = torch.nn.functional.silu(gate) * (up + 0.0)
+    return product if weights is None else (product * weights).to(x.dtype)
+
+
+def fused(x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return bias_swiglu_impl(x, None) if weights is None else weighted_bias_swiglu_impl(x, None, weights)
+
+
+def results(function: Callable[..., torch.Tensor], x: torch.Tensor, weights: torch.Tensor | None) -> list[torch.Tensor]:
+    """Value and gradients."""
+    given = [each.detach().clone().requires_grad_() for each in (x, weights) if each is not None]
+    value = function(given[0], given[1] if len(given) > 1 else None)
+    value.backward(torch.linspace(-1, 1, value.numel()).view_as(value).to(value.dtype))
+    return [value.detach(), *(each.grad for each in given if each.grad is not None)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("weighted", [False, True], ids=["dense", "expert"])
+def test_fused_swiglu_is_the_same_function(dtype: torch.dtype, tolerance: float, weighted: bool) -> None:
+    """To `tolerance` of a tensor's norm; in bfloat16 both are that near to float32."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, 1, 64, generator=generator).to(dtype)
+    x = x.squeeze(1) if weighted else x
+    weights = torch.rand(24, 1, generator=generator) if weighted else None
+    exact = results(swiglu, x.float(), weights)
+    for function in (swiglu, fused):
+        found = results(function, x, weights)
+        assert [each.dtype for each in found] == [dtype, dtype, torch.float32][: len(found)] and len(found) == len(exact)
+        for ours, expected in zip(found, exact, strict=True):
+            assert float((ours.float() - expected).norm()) <= tolerance * float(expected.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_one_product_of_all_experts_is_that_of_each(dtype: torch.dtype, tolerance: float) -> None:
+    """One has no tokens, and its gradient is zero."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, counts = torch.randn(20, 16, generator=generator).to(dtype), [7, 0, 12, 1]
+    weights = [torch.randn(8, 16, generator=generator).to(dtype) for _ in counts]
+    slope = torch.randn(20, 8, generator=generator).to(dtype)
+    found = []
+    for grouped in (False, True):
+        x, *w = (each.clone().requires_grad_() for each in (tokens, *weights))
+        if grouped:
+            value = _GroupedProduct.apply(x, torch.tensor(counts).cumsum(0).int(), *w)
+        else:
+            value = torch.cat([part @ one.T for part, one in zip(x.split(counts), w, strict=True)])
+        value.backward(slope)
+        found.append([value.detach(), *(each.grad for each in (x, *w))])
+    for ours, expected in zip(*found, strict=True):
+        assert ours.dtype == dtype and float((ours - expected).norm()) <= tolerance * float(expected.norm())
+
+
+def as_on_gpus(path: Path, layout: dict[str, Any]) -> None:
+    with patch.object(layers, "has_fused_kernels", lambda: True):
+        check_forward(path, 100, layout)
+        check_gradients(path, 100, layout, None, [TokenBudget(20)])
+
+
+EP2 = {"expert_parallel": 2, "overlap_grad_reduce": True}
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2", {}), ("qwen3_moe", {}), ("qwen3_moe", EP2)], ids=["dense", "MoE", "MoE EP2"])
+def test_a_model_with_them_is_hugging_faces(ranks: RankPool, tmp_path: Path, family: str, layout: dict[str, Any]) -> None:
+    ranks(2 if layout else 1, as_on_gpus, tiny(tmp_path / family, family), layout)
