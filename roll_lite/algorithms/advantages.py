@@ -54,8 +54,8 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute GAE: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    Returns (advantages, returns); returns are values plus advantages computed with lam_critic. lam may be [B]. last_token_reward
-    [B] is added to the reward of the last policy token; bootstrap [B] is the value after that token."""
+    Returns (advantages, returns); returns are values plus advantages computed with lam_critic. lam may be [B]. last_token_reward [B] is
+    added to token_rewards; bootstrap [B] is the value after the last policy token."""
     rows = (last_token_reward, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
     advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)

@@ -109,7 +109,7 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Last `resumed_tokens` of the prompt. Valid only after the context is prepended to prompt_ids."""
+        """Last `resumed_tokens` prompt tokens. Valid only after the context is prepended to prompt_ids."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed_tokens :]
 
 

@@ -64,7 +64,7 @@ class MetricSums:
         """Add a loss function's sums for one optimizer step.
 
         Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all. For a mean, `sums` must also hold its number of items
-        (`Metric.count`); means over 0 items are skipped.
+        (`Metric.denominators`); means over 0 items are skipped.
         """
         for key, value in sums.items():
             name, mark, number = key.partition("#")

@@ -70,7 +70,7 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """Take `nodes_without_run_folder`: addresses of nodes that do not share it."""
+        """Take `nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder

@@ -195,8 +195,8 @@ def lengths(rows: DataProto) -> torch.Tensor:
 
 
 def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls started by `start_others`; then initialize and offload the others one
-    by one."""
+    """Initialize models that stay loaded, in parallel with the calls of `start_others`; then initialize and offload the others one by
+    one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:

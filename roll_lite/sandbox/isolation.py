@@ -49,7 +49,7 @@ TRIAL = {
 
 @dataclass
 class Isolation:
-    """Isolation of the interpreter. `held`: mechanism by protection. `why_not`: reasons for missing protections."""
+    """Outer isolation. `held`: mechanism by protection. `why_not`: reasons for missing protections."""
 
     kind: str
     held: dict[str, str]

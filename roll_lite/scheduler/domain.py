@@ -88,7 +88,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the checkpoint from which the run resumed, if any."""
     batches_requested: int | None = None
-    """Batches requested before `group` was admitted; staleness of its saved samples counts from here."""
+    """Batches requested before group `group` was admitted; staleness of its saved samples counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -368,8 +368,7 @@ class DomainScheduler:
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
         """Restore the state. Prompts of undelivered groups start again; their `saved` samples continue, unless admitted before
-        `minimum_admission_batch`
-        batches were requested."""
+        `minimum_admission_batch`."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:

@@ -34,7 +34,7 @@ class PackedRows:
     """[total] int64: tokens attended to, piece by piece, as indices into the tokens of all context-parallel ranks. None without context
     parallelism."""
     key_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece in `key_index`, then the length of `seen`."""
+    """[pieces + 1] int32: start of each piece in `key_index`, then the length of `key_index`."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
