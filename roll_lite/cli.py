@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import json
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -26,7 +28,7 @@ from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.compose.layers import compose, find
-from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
+from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives, parse_override
 from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
 from roll_lite.config.problems import ConfigError, Missing, Problem, hidden
@@ -43,7 +45,6 @@ from roll_lite.rewards.registry import address_notes, check_rewards
 
 PROJECTS = ("roll", "verl", "openrlhf")
 WRONG_CONFIGURATION = 2
-"""Exit code as in argparse."""
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
@@ -53,7 +54,7 @@ OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
-"""Exit code if the output's reader closed the pipe (`| head`), as after SIGPIPE."""
+"""Exit code if the output's reader closed the pipe (`| head`): the shell's code for SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +113,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         sys.path.insert(0, str(Path.cwd()))
     overrides = [*parsed.overrides, *rest]
     try:
+        if parsed.command == "evaluate":
+            overrides = _evaluation(parsed, overrides)
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
         if parsed.command == "submit":
@@ -137,7 +140,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load despite missing values; if that fails, return the valid part."""
+    """Load the configuration without the checks of files, despite missing values; if that fails, return the valid part."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -160,14 +163,29 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Return derived values, placement and notes, without parts that need a missing value."""
+    """Return derived values, placement and notes; a table that needs a missing value is left out."""
     of_machine = [f"{path}: {message}" for one in OF_MACHINE for path, message in readable(one(config))]
     parts = []
-    for part in (lambda: render(derive(config)), lambda: draw(config)):
+    for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
         with suppress(Refused):
             parts.append(part())
     parts.append("\n".join(f"note: {note}" for note in [*notes_on(config, resumption_notes, address_notes), *of_machine]))
     return "".join(f"\n{part}\n" for part in parts if part)
+
+
+def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
+    """Overrides of the run, or of a sweep over models, that `roll-lite evaluate` stands for."""
+    models = [text for text in given if isinstance(parse_override(text), Problem) and not text.startswith(("+", "~"))]
+    overrides = [text for text in given if text not in models]
+    parsed.command, parsed.multirun = "run", len(models) > 1
+    domains: dict[str, Any] = {}
+    for text in parsed.data:
+        is_preset = "/" not in text and not Path(text).suffix
+        stem = Path(text.partition("?")[0])  # hf:/owner/name, or a file
+        name = text if is_preset else re.sub(r"[^\w-]", "_", stem.parts[2] if stem.parts[0] == "hf:" else stem.stem)
+        domains[f"{name}_{len(domains)}" if name in domains else name] = {"data": {"preset" if is_preset else "validation": text}}
+    chosen = ["~domains", f"domains={json.dumps(domains)}"] if domains else []
+    return ["mode=evaluate", *([f"model.path={','.join(models)}"] if models else []), *chosen, *overrides]
 
 
 def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -330,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "train as the configuration says"),
         ("submit", "check the configuration and hand the run to a Ray cluster's job server: it goes on when this machine is closed"),
         ("launch", "check the configuration and write a file that starts its run on a cluster: Slurm, Ray on bare machines, or Kubernetes"),
+        ("evaluate", "generate and score held-out prompts with a model, or with several one after the other; nothing trains"),
         ("check", "only check the configuration; print it resolved as YAML, and the batch arithmetic on standard error"),
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
         (
@@ -341,9 +360,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text, description=help_text)
         if name == "launch":
             _launch_options(command)
-        command.add_argument(
-            "--config-name", "--config_name", "-cn", required=True, help="a YAML file of yours, name or path, or a shipped one's name"
-        )
+        default = "evaluate" if name == "evaluate" else None
+        help_text = f"a YAML file of yours, name or path, or a shipped one's name{f' (default: {default})' if default else ''}"
+        command.add_argument("--config-name", "--config_name", "-cn", required=default is None, default=default, help=help_text)
         command.add_argument(
             "--config-path",
             "--config_path",
@@ -366,7 +385,12 @@ def _parser() -> argparse.ArgumentParser:
         if name == "run":
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
-        command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+        help_text = "key=value, +key=value, ~key; values are YAML"
+        if name == "evaluate":
+            text = "held-out prompts: a preset (roll-lite data list), a file, or hf://owner/name?split=...; may be given several times"
+            command.add_argument("--data", action="append", default=[], metavar="SET", help=text)
+            help_text = f"models, each a folder or its name on the hub, and {help_text}"
+        command.add_argument("overrides", nargs="*", help=help_text)
     _further_commands(commands)
     return parser
 
@@ -377,6 +401,7 @@ def _further_commands(commands: Any) -> None:
     recipes = sorted(path.name for path in STARTERS.iterdir())
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
+    _doctor_options(commands)
     _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
     command = commands.add_parser("import", help=help_text, description=help_text)
@@ -395,6 +420,30 @@ def _further_commands(commands: Any) -> None:
         if name == "view":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine only)")
             command.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
+
+
+def _doctor_options(commands: Any) -> None:
+    help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
+    command = commands.add_parser("doctor", help=help_text)
+    command.set_defaults(act=_doctor)
+    for option, text in (
+        ("--engines", "start each installed engine on the shipped tiny model too (half a minute each)"),
+        ("--smoke", "train two steps of the tiny model with each engine too (a minute each)"),
+        ("--nodes", "check every node of a Ray cluster instead, and the bandwidth between them"),
+        ("--json", "print JSON"),
+    ):
+        command.add_argument(option, action="store_true", help=text)
+    text = "the cluster, host:port or auto (default: RAY_ADDRESS; with --nodes auto)"
+    command.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=text)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    try:
+        from roll_lite.doctor.command import answer
+
+        return answer(parsed)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _init(parsed: argparse.Namespace) -> int:

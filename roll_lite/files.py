@@ -1,4 +1,4 @@
-"""Read files, and use folders in object stores. A ValueError names an unreadable file. Only plain files are opened: reading a pipe or a
+"""Read files, and use folders in object stores. Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or
 device might never end."""
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A missing path in examples/ is looked up in the package's examples."""
+    """Make a path absolute, from the current folder. A path in examples/ that is missing there is looked up in the package's examples."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -140,7 +140,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Hint for messages about missing paths: relative paths count from the current folder; a parent folder that has the path is named."""
+    """Return a hint for messages about missing paths: relative paths count from the current folder; if a parent folder has the path, the
+    hint names it."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -176,7 +177,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """For folders in an object store, turn errors in the block other than ValueError into StoreUnreachable."""
+    """Turn errors in the block into StoreUnreachable if the folder is in an object store. ValueError stays as it is."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -191,7 +192,7 @@ def reaching(folder: Path) -> Iterator[None]:
 
 
 def try_store(url: str) -> str | None:
-    """Write a file to a store and remove it. Returns the failure, if any."""
+    """Write a file to a store and remove it. Return the error message, if any."""
     folder = remote_folder(url)
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:

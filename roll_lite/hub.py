@@ -1,7 +1,7 @@
 """Hugging Face hub names in place of model folders and data files.
 
-While the driver loads a configuration (`online`), a name is resolved to a commit and missing files are downloaded. It becomes a path in
-this node's cache; other nodes find it in theirs (`HubPath`)."""
+While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
+a path in this node's cache. Other nodes find it in theirs (`HubPath`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEME = "hf:/"
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files. If a data set has several kinds, the first is read."""
+"""Suffixes of data files. If a data set has several kinds, only the first in this order is read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -36,7 +36,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""Words in file names that tell the split, as usual on Hugging Face."""
+"""Split -> words in file names that tell the split, as usual on Hugging Face."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([^?]+))?(?:\?(.*))?")
 _BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(\?revision=.+)?")
@@ -46,7 +46,7 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 class HubPath(PosixPath):
     """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
-    receiving node finds it in its own cache, or downloads it."""
+    receiving node finds or downloads the files in its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -63,7 +63,7 @@ def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -
 
 @contextmanager
 def online(tell: Tell) -> Iterator[None]:
-    """Let `located` resolve names and download models (without weights) and data inside the block. `tell`: receives messages."""
+    """Inside the block, let `located` resolve names and download models (without weights) and data. `tell`: receives progress messages."""
     token = _tell.set(tell)
     try:
         yield
@@ -72,8 +72,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the cache path of a hub name; None for a path of this machine. Models may omit hf://, unless the path or its first folder
-    exists."""
+    """Return the cache path of a hub name; None if `path` is a path of this machine. A model's name needs no hf://, unless the path or its
+    first folder exists here."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -104,7 +104,7 @@ def _located(text: str, kind: Kind) -> HubPath:
 
 @cache
 def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> str:
-    """Resolve a revision to its commit, and download what checks read."""
+    """Resolve a revision to its commit, and download the files that checks read."""
     commit = repository.commit(revision)
     repository.download(commit, rest, tell, weights=False)
     return commit
@@ -120,13 +120,13 @@ def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
 
 
 def fetch(path: Path, tell: Tell = _to_stderr) -> None:
-    """Download missing files of a hub model, with weights."""
+    """Download missing files, weights included, if the path is that of a hub model."""
     if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
         _download(found, tell)
 
 
 def config_notation(path: Path) -> str:
-    """Return a path as configurations have it: hub name and commit if it is in the cache."""
+    """Return a path as a configuration would have it: hub name and commit if it is in the cache."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -146,7 +146,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def data_files(path: HubPath) -> list[Path]:
-    """Return the files of a data set's split, and download missing ones."""
+    """Return the files of a data set's split; missing ones are downloaded."""
     found = _CACHED.search(str(path))
     assert found is not None, path
     return _download(found)
@@ -171,7 +171,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download missing files of a model, or of a data set's split; returns all files."""
+        """Download missing files of a model (`weights`: with weights) or of a data set's split. Returns all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -254,7 +254,7 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
-    """List a model's files, without weights in other formats."""
+    """List a model's files to download. Weights in formats other than safetensors are left out."""
     if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
         others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
         raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
@@ -262,14 +262,14 @@ def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """Return the splits that a file's name tells, joined by "+"."""
+    """Return the splits named in a file name, joined by "+"."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Choose the data files for `[configuration or file]?split=...`, in order. A configuration is a folder; files may also lie in data/ and
-    folders of splits. ValueError lists the choices."""
+    """Choose the data files for `[configuration or file]?split=...`, in order. A configuration is a folder; its files may also be in
+    folders named data or after splits. ValueError lists the choices."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

@@ -74,6 +74,43 @@ def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytes
     assert "megatron: TP 2 x DP 4" in capsys.readouterr().err
 
 
+def test_an_evaluation_is_a_run_of_another_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "examples/models/tiny", "--config-name", "tiny_grpo", "seed=5", "--cfg", "job"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["mode"], config["seed"], list(config["domains"])) == ("evaluate", 5, ["add", "make", "repeat"])
+
+
+def test_an_evaluation_of_data_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [*("--data", "examples/data/add_validation.jsonl", "--data", "examples/data/gsm8k_tiny_test.jsonl")]
+    settings = ["{sampling: {max_tokens: 9, max_prompt_tokens: 9}, reward: exact}"] * 2
+    given = [f"domains.{name}={text}" for name, text in zip(("add_validation", "gsm8k_tiny_test"), settings, strict=True)]
+    prompt = "domains.gsm8k_tiny_test={data: {prompt: question, filter: {prompt_tokens: [1, 9]}}}"
+    assert main(["evaluate", "examples/models/tiny", *files, *given, prompt, "--cfg=job", "model.dtype=float32"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert list(config["domains"]) == ["add_validation", "gsm8k_tiny_test"] and config["validation"]["sampling"]["temperature"] == 0
+
+
+def test_several_models_are_evaluated_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["examples/models/tiny", "examples/models/tiny_chat"]
+    assert main(["evaluate", *models, "--config-name", "tiny_grpo", "~domains.make", "--cfg", "job"]) == 0
+    configs = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert [Path(config["model"]["path"]).name for config in configs] == ["tiny", "tiny_chat"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "model.path: has to be given"),
+        (["examples/models/tiny"], 'domains.gsm8k.template.name = "chat": the tokenizer in'),
+        (["examples/models/none", "--data", "gsm8"], "no such preset; did you mean 'gsm8k'?"),
+        (["x", "--data", "hf://acme/sums/main?split=test", "--data", "hf://acme/sums?split=dev"], "domains.sums_1.reward: is needed"),
+    ],
+)
+def test_an_evaluation_says_what_is_missing(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_gpus_that_are_not_there_end_a_run_and_are_noted_by_a_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,7 +231,9 @@ latest.symlink_to(folder)
 folder.joinpath("summary.json").write_text(json.dumps({"exit": "completed", "accuracy": {"overall": {"before": 0.25, "after": None}}}))
 sys.exit(3 if given["seed"] == "2" else 0)
 """
-    monkeypatch.setattr(sweep, "_run", lambda command: subprocess.run([sys.executable, "-c", program, *command[3:]]).returncode)
+    monkeypatch.setattr(
+        sweep, "run_forwarding_signals", lambda command: subprocess.run([sys.executable, "-c", program, *command[3:]]).returncode
+    )
     arguments = ["run", "-m", "-cn", "tiny_grpo", "seed=1,2", "algorithm.policy_loss=ppo,gspo", f"run_dir={tmp_path}"]
     assert main(arguments) == 3
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]

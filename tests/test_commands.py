@@ -23,6 +23,7 @@ from docs_scheduling import IMAGES, TIMELINES
 
 from roll_lite.cli import PROJECTS, _parser, main
 from roll_lite.config.loading import load_config
+from roll_lite.config.presets import presets
 from roll_lite.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,10 +215,25 @@ def launches_on_each_target(words: list[str]) -> None:
         assert _parser().parse_args(["launch", target, *words[3:]]).target == target
 
 
+def examines_machines(words: list[str]) -> None:
+    """Here and on hosts: tests/doctor."""
+    assert _parser().parse_args(words[1:]).command == "doctor"
+
+
 def plans_a_large_model(words: list[str]) -> None:
     """Small ones: tests/planning/test_plan.py. Here only options and configuration."""
     parsed = _parser().parse_args(words[1:])
     assert parsed.command == "plan" and load_config(parsed.config_name, CONFIGS, parsed.overrides, files=False)
+
+
+def evaluates_models(words: list[str]) -> None:
+    """With engines: tests/integration/test_evaluation.py. Here the configuration, with models that are there."""
+    if words[2].startswith("Qwen/"):  # of the hub
+        parsed = _parser().parse_args(words[1:])
+        assert parsed.overrides == [words[2]] and set(parsed.data) <= presets().keys()
+    else:
+        there = ["examples/models/tiny_chat" if word == "runs/latest/model" else word for word in words[1:]]
+        assert main([*there, "--cfg", "job"]) == 0
 
 
 WORDLE = """python -c "import verifiers; verifiers.load_environment('wordle').get_dataset().to_json('data/wordle.jsonl')\""""
@@ -246,6 +262,8 @@ ELSEWHERE = {
     'pip install "roll_lite[gym]"': names_an_extra,
     WORDLE: writes_data_of_verifiers,
     "roll-lite reward --config-name NAME --episodes 3": plays_episodes,
+    "roll-lite doctor --smoke": examines_machines,
+    "roll-lite doctor --nodes": examines_machines,
     "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
     "roll-lite launch slurm|ray|k8s --config-name NAME": launches_on_each_target,
     **dict.fromkeys(
@@ -293,6 +311,8 @@ def test_a_command_of_the_documentation(
         assert output.startswith("1 mistake ") and "replay.path" in output
     elif command.training is not None:
         assert main(["check", *command.training]) == 0
+    elif words[:2] == ["roll-lite", "evaluate"]:
+        evaluates_models(words)
     elif words[0] == "roll-lite":
         short = ["simulation.steps=3"] if words[1] == "simulate" else []
         assert main([*words[1:], *short]) == 0

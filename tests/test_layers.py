@@ -18,6 +18,7 @@ PAGE = (PACKAGE.parent / "docs/architecture.md").read_text(encoding="utf-8")
 
 LAYERS = (
     ("cli",),
+    ("doctor",),
     ("pipeline",),
     ("planning", "launch"),
     ("workers",),

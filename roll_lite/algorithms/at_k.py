@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cached_property
 from math import comb
@@ -9,12 +10,21 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""NO_ANSWER: the response has no answer. READS_NONE: the reward function extracts none."""
+"""Sentinels in place of an answer's number: the response has no answer; the reward function extracts none."""
 
 
 def every_k(most: int) -> list[int]:
-    """Values of k to report: `most` and the powers of two below, except 1 (pass@1 is the mean)."""
+    """Return the k to report: `most` and the powers of two below, except 1 (pass@1 is the mean)."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
+
+
+def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
+    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. With equally many samples of each prompt it is the
+    standard deviation of the prompts' means, divided by the root of their number."""
+    _, number = np.unique(prompts, return_inverse=True)
+    deviations = np.bincount(number, weights=correct - correct.mean())
+    count = len(deviations)
+    return math.sqrt(count / (count - 1) * float(np.square(deviations).sum())) / len(correct) if count > 1 else math.nan
 
 
 class SampledPrompts:
@@ -30,7 +40,7 @@ class SampledPrompts:
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] index of one sample per prompt in the arrays passed to `__init__`."""
+        """[P] index, in the arrays passed to `__init__`, of one sample per prompt."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
@@ -54,8 +64,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """maj@k: share of votes that a correct answer wins; every k consecutive samples vote once. A tie counts as the mean correctness of
-        the tied answers. Samples without an answer do not vote. NaN without extracted answers."""
+        """maj@k: share of majority votes with a correct winner; each k consecutive samples hold one vote. A tie counts as the tied answers'
+        mean correctness. Samples without an answer abstain. NaN if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -1,5 +1,5 @@
-"""Recurrences and row sums, compiled with numba, since tensor operations are slow at them. Inputs in host memory: token tensors [B, T-1]
-with a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
+"""Recurrences and row sums, compiled with numba, since tensor operations are slow at them. Inputs are in host memory: token tensors [B,
+T-1] with a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from numba import njit
 ENTRIES_PER_THREAD = 1 << 17
 
 PARTS_PER_THREAD = 4
-"""Row blocks per thread: fast threads take over blocks that a delayed thread has not begun."""
+"""Blocks of rows per thread: fast threads take over blocks that a delayed thread has not begun."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
-    """Compile at the first call, with a disk cache if possible."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no writable folder: compile in every process
@@ -39,8 +38,8 @@ def recurrence(
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`. rows: [B], a number for all rows, or None for 0. whitening: run twice, first for the
-    moments."""
+    """Run the kernel `gae` or `discounted_returns`. rows: tensors [B], numbers for all rows, or None for 0. With `whitening`, the kernel
+    runs twice, first for the moments."""
     inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
     results = [empty(mask.shape, dtype) for dtype in outputs]
     arrays = [result.numpy() for result in results]
@@ -71,7 +70,7 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write advantages and returns or, if `moments` has rows, only the advantages' `row_moments`. Arguments as in advantages.gae."""
+    """Write advantages and returns or, if `moments` has rows, only the `row_moments` of the advantages. Arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -132,7 +131,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments. Sums are relative to one entry (`origin`), to keep their precision under a large common offset."""
+    """Store a row's moments. Sums are of differences from one entry (`origin`), to stay precise under a large common offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
@@ -178,12 +177,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate with numpy, which uses huge pages: first writes to other memory take longer than the loops here."""
+    """Allocate with numpy, which uses huge pages: first writes to memory from torch take longer than the loops here."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert for compiled code. None becomes an empty array, since reading zeros takes time."""
+    """Convert to numpy for compiled code. None becomes an empty array, since reading zeros would take time."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"
@@ -209,7 +208,6 @@ def _host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _over_rows(kernel: Any, shape: torch.Size, *arguments: Any) -> None:
-    """Call kernel(first row, stop row, *arguments) for all rows, in threads."""
     rows, columns = shape
     threads = min(torch.get_num_threads(), rows, rows * columns // ENTRIES_PER_THREAD)
     if threads <= 1:

@@ -14,7 +14,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Clamp the difference; 0 for tokens impossible under both."""
+    """Subtract and clamp log-probs; 0 for tokens impossible under both policies."""
     impossible = (log_probs == -torch.inf) & (other == -torch.inf)
     return clamped(log_probs.masked_fill(impossible, 0.0) - other.masked_fill(impossible, 0.0))
 
@@ -74,12 +74,12 @@ def kl_loss(
 
 
 LARGEST_ERROR = 0.2
-"""Limit of the KL's relative deviation from its target."""
+"""Limit of the KL's relative deviation from its target, per step."""
 
 
 class KlController:
-    """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1)
-    (arXiv 1909.08593); the min keeps it positive for large batches."""
+    """KL coefficient. With a target, each step multiplies the coefficient by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples /
+    horizon, 1) (arXiv 1909.08593); the min keeps it positive for large batches."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef
@@ -97,6 +97,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Without a target, the configured coefficient stays."""
+        """Restore the coefficient; without a target, the configured coefficient stays."""
         if self._target is not None:
             self.coef = state["coef"]

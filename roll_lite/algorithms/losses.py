@@ -47,7 +47,7 @@ class PolicyTerms:
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """bool: log_ratio is clamped from below and has no gradient."""
+        """bool: log_ratio is clamped from below, so that it has no gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
@@ -67,9 +67,11 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token, or of the sequence in sequence-level losses; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient, because the ratio is below its range; with a limited weight: weight raised to its bound."""
+    """bool: the ratio is below its range, so that the token has no gradient; in cispo and topr, the weight was raised to its lower
+    bound."""
     clipped_high: torch.Tensor
-    """bool: no gradient, because the ratio is above its range; with a limited weight: weight lowered to its bound."""
+    """bool: the ratio is above its range, so that the token has no gradient. In losses that weight the log-prob by the clipped ratio
+    (cispo, topr): the weight was lowered to its upper bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +134,7 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
     """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
 
-    Every token keeps a gradient; "clipped" means that its weight was limited."""
+    Every token keeps a gradient; a token counts as clipped if its weight was limited."""
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
     return _weighted(terms, ratio, ratio.clamp(lowest, 1 + clip_high), terms.mask)
@@ -158,7 +160,7 @@ def raft(terms: PolicyTerms) -> PolicyLoss:
 
 
 def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347)."""
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau_positive for A > 0 (arXiv 2511.20347)."""
     ratio = terms.ratio
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
     loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
@@ -186,7 +188,7 @@ def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, lim
 
 
 def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tensor:
-    """Weight 0 gives 0, even for log-prob -inf."""
+    """Multiply, with 0 for weight 0 even if the log-prob is -inf."""
     return weight * terms.log_probs.masked_fill(weight == 0, 0.0)
 
 
@@ -196,7 +198,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Wrap a loss with a gradient at every ratio within the clamp. `trains` bool: tokens that count as clipped beyond."""
+    """Wrap a loss whose only limit is the clamp of the log-ratio. `trains` bool: tokens that count as clipped if beyond it."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -211,7 +213,6 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""Policy losses by name; further settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- mismatch between engine and trainer
@@ -231,8 +232,9 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product or
-    geometric mean over tokens. `truncate` limits weights to the range (TIS), `mask` sets those outside to 0 (IcePop)."""
+    """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product
+    (`sequence`) or geometric mean (`geometric`) over tokens. `truncate` limits weights to the range (TIS), `mask` sets those outside to 0
+    (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -272,7 +274,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Reduce rows as `level` says to [B, 1]. Undefined for rows without policy tokens."""
+    """Reduce each row to one value [B, 1], or keep tokens, as `level` says. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -298,7 +300,7 @@ class ValueLoss:
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Halve the squared error; with clip, the larger error of the plain and the clipped value (PPO)."""
+    """Return half the squared error; with clip, of the plain or the clipped value, whichever errs more (PPO)."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
@@ -322,8 +324,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Loss weight [B] per policy token, from policy_tokens [B] of ALL rows of the global mini-batch. Empty rows and rows with train_weight
-    0 weigh 0 and are not counted; other train_weights are factors. `constant` is Dr. GRPO's: 1 / (rows * constant)."""
+    """Return the loss weight [B] of each policy token in a row. policy_tokens [B]: of ALL rows of the global mini-batch. Empty rows and
+    rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` is Dr. GRPO's: 1 / (rows *
+    constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Standard deviations below this share of the root mean square are rounding error and count as 0."""
+"""Standard deviations below this share of the root mean square are rounding errors and count as 0."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean and divide by the standard deviation (ddof 1), each if selected. over=running first updates `running`.
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1). over=running first updates `running`.
 
-    trains [N] bool: samples in the statistics, except with over=group. With standard deviation 0, nothing is divided, and reward minus mean
-    is exactly 0."""
+    trains [N] bool: samples in the statistics; over=group uses all. With standard deviation 0, nothing is divided, and reward minus mean is
+    exactly 0."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -146,7 +146,7 @@ def normalized(
 
 @dataclass(frozen=True)
 class Masked:
-    """Masked samples still count in their group's baseline."""
+    """Training weights, and why samples are masked. Masked samples still count in their group's baseline."""
 
     weights: torch.Tensor
     """[N] float32, the column train_weight; 0 excludes a sample from training."""
@@ -161,8 +161,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Multiply the data's weights by function_weights. Masked samples get 0: truncated ones, groups whose mean score is outside
-    `group_mean`, lengths outside `response_tokens`."""
+    """Multiply the data's weights by function_weights, and set them to 0 for truncated samples (if `truncated`), groups whose mean score is
+    outside `group_mean`, and responses whose policy tokens are outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

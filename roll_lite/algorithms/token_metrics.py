@@ -1,5 +1,5 @@
-"""Token metrics of micro-batches: sums and histograms, which add up over micro-batches and ranks, and peaks. `<name>#<number>` is the
-metric of a domain by index."""
+"""Metrics of micro-batches' tokens: sums and histograms, which add up over micro-batches and ranks, and peaks. `<name>#<number>` is metric
+`<name>` of domain `<number>`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Peaks:
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """(name, sign) -> [domains]; sign -1 is a minimum."""
+    """(name, sign) -> [domains] largest sign * value; sign -1 is a minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
         """Record unmasked values [B, T-1]. NaN makes the domain's peak NaN."""
@@ -100,12 +100,11 @@ class RatioHistogram:
 
 
 def nearest_rank(percent: int, count: int) -> int:
-    """Rank, from 1, of a percentile among `count` numbers."""
     return max(1, -(-percent * count // 100))
 
 
 def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
-    """Percentiles of the ratio from counts [BINS], as bin centres; NaN without counts."""
+    """Return percentiles of the ratio from histogram counts [BINS], as bin centres; NaN without counts."""
     total = np.cumsum(counts)
     if total[-1] == 0:
         return [math.nan] * len(percents)

@@ -1,5 +1,3 @@
-"""Values derived from a configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,32 +29,31 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Offloading of engines, with or without a weight copy in host memory."""
+"""How engines offload: never, with or without a weight copy in host memory."""
 
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
     devices: tuple[int, ...]
     copies: int
-    """Data-parallel size, or number of engine replicas."""
+    """Data-parallel size, or an engine's number of replicas."""
     layout: str
     shares_with: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of a role's pass, if every row (sample) has the maximum length."""
+    """Micro-batches of one model's forward or training pass on the rank with the most samples, if all have the maximum length."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Rows on the fullest rank if all are equally long."""
+    """Samples on the fullest rank if all are equally long."""
     most_rows: int
-    """Maximum rows on a rank: all other ranks have one."""
+    """Samples on the fullest rank if every other rank has one long sample."""
     longest: int
-    """Maximum tokens of a row."""
     budget: int
-    """Token limit of a micro-batch; a longer row runs alone."""
+    """Token limit of a micro-batch; a longer sample runs alone."""
     row_limit: int | None = None
     tokens_divisor: int = 1
     count_divisor: int = 1
@@ -83,10 +80,9 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average; the prompts of one step differ by less than two."""
+    """Average; in a single step, the number differs by less than two."""
     samples_per_prompt: int
     max_tokens: int
-    """Maximum tokens of prompt plus response."""
 
     @property
     def samples_per_step(self) -> Fraction:
@@ -98,11 +94,9 @@ class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
     learning_rates: dict[str, str]
-    """Role -> learning-rate schedule in words."""
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
-    """Average, if domains differ in samples per prompt."""
     mini_batch_samples: Fraction
     ppo_epochs: int
     mini_batches: int
@@ -138,7 +132,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting that gives a held-out sampling parameter."""
+    """YAML path of the setting from which validation takes the sampling parameter `key`."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -157,7 +151,8 @@ class LongestRequest:
 
 def requests(config: RunConfig) -> Iterator[LongestRequest]:
     for name, domain in config.domains.items():
-        yield LongestRequest(name, domain.sampling, f"domains.{name}.sampling.max_tokens")
+        if domain.data.train is not None or domain.data.validation is None:
+            yield LongestRequest(name, domain.sampling, f"domains.{name}.sampling.max_tokens")
         if config.validation.enabled and domain.data.validation is not None:
             yield LongestRequest(name, held_out_sampling(config, domain), held_out_path(config, name, "max_tokens"))
 
@@ -188,7 +183,7 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
 
 
 def engine_offload(config: RunConfig) -> EngineOffload:
-    """Keep no weight copy if full weight updates follow every load."""
+    """How engines offload: without a weight copy if they get full weights after every load."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"
@@ -207,13 +202,13 @@ def micro_batch_count_divisor(strategy: MegatronStrategyConfig) -> int:
 
 
 def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
-    """Layers of each pipeline part; part i is on stage i % pipeline_parallel."""
+    """Number of layers in each model chunk; chunk i is on pipeline stage i % pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """Pair (setting, message); None if the layers fit."""
+    """Return (setting, problem) if the pipeline does not fit the model's layers, else None."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     if given is not None:
         return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
@@ -226,8 +221,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if ranks can split the attention heads evenly. `head_dim`: for trainers, which split a shared key/value head; None for engines,
-    which copy it."""
+    """True if `size` ranks can split the attention heads evenly. Trainers split a key/value head that several ranks share (`head_dim`: its
+    size); engines copy it (None)."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -244,11 +239,11 @@ def generates(config: RunConfig) -> bool:
 
 
 def trains(config: RunConfig) -> bool:
-    return config.mode != "rollout_only"
+    return config.mode in ("full", "train_only")
 
 
 def validates(config: RunConfig) -> bool:
-    return config.validation.enabled and config.mode == "full"
+    return config.validation.enabled and config.mode in ("full", "evaluate")
 
 
 def generates_ahead(config: RunConfig) -> bool:
@@ -282,7 +277,7 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """True if the actor's passes use the engines' experts."""
+    """True if the actor's passes use the experts that the engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
@@ -293,7 +288,7 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Roles that `mode` runs, by configuration path."""
+    """Roles (models) that the run's `mode` needs, by configuration path."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -379,7 +374,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. A domain's prompts vary around a fractional average by less than two."""
+    """Maximum samples of a step. If a domain's prompts per step are no integer on average, they vary by less than two."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -394,5 +389,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Return the fullest rank's rows in two cases: equally long rows, one row on each other rank."""
+    """Return the samples on the fullest rank in two cases: all are equally long; every other rank has only one."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

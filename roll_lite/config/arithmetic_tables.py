@@ -1,5 +1,3 @@
-"""Tables for `roll-lite check`."""
-
 from __future__ import annotations
 
 from fractions import Fraction

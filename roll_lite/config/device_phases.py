@@ -1,4 +1,4 @@
-"""Loaded parts of roles (weights, optimizer, ...) by phase; runs follow this table.
+"""Which tensors of each role (weights, optimizer, KV cache, ...) are on the device in each phase.
 
 Before generation, engines load weights beside the trainer's. The trainer sends its weights and offloads them, then engines allocate the KV
 cache.
@@ -32,9 +32,9 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Role -> loaded parts, in loading order. A role that waits for devices does not delay others."""
+    """Tensors on the device by role, in loading order. A role that waits for devices does not delay later ones."""
     in_turns: bool = False
-    """Load one after the other if roles with `offload` share a device."""
+    """True: roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True
 
 
@@ -55,7 +55,7 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "actor_infer": SERVING,
     "judges": SERVING,
 }
-"""Parts that a role without `offload` keeps loaded."""
+"""Tensors that a role without `offload` keeps on the device."""
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:

@@ -10,12 +10,10 @@ from typing import Protocol
 KEEP_LIMIT = 1024
 """Maximum log-probs that an engine reports per token."""
 TIE_ROOM = 8
-"""Tokens reported beyond top_k: engines keep all ties with the k-th token, common in bfloat16."""
+"""Tokens requested beyond top_k: engines keep all ties with the k-th token, common in bfloat16."""
 
 
 class Truncation(Protocol):
-    """Sampling settings that can exclude tokens."""
-
     @property
     def top_p(self) -> float: ...
     @property
@@ -32,7 +30,7 @@ def is_truncated(sampling: Truncation) -> bool:
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """Number of likeliest tokens that cover the mask; 0 without truncation."""
+    """Number of likeliest tokens that an engine must report to cover the mask; 0 without truncation."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size

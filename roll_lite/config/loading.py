@@ -1,5 +1,3 @@
-"""Load and check a configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -12,6 +10,7 @@ from roll_lite.config.checks.across import Check, check
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
 from roll_lite.config.compose.overrides import is_sweep
+from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.schema.run import RunConfig
@@ -41,13 +40,15 @@ def load_config(
 ) -> RunConfig:
     """Load a configuration, shipped or in `folder`. Raises ConfigError with all mistakes.
 
-    `files`: if False, neither read nor download models and data. `weights`: download missing weights after all checks. `tell`: receives
-    notes on downloads and replaced files.
+    `further`: additional checks. `files`: if False, neither read nor download models and data. `weights`: download missing weights after
+    all checks. `tell`: receives notes on downloads and replaced shipped files.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
         raise ConfigError(name, [wrong])
     composed = compose(name, folder, overrides, may_be_left_out=not files)
+    if composed.data.get("mode") == "evaluate":
+        composed = without_training(composed)
     for line in composed.replaced_files:
         tell(line)
     with online(tell) if files else nullcontext():
@@ -65,7 +66,6 @@ def load_config(
 
 
 def _fetch_weights(config: RunConfig, tell: Callable[[str], object]) -> bool:
-    """Download missing weights; return False if none are missing."""
     missing = [folder for role in roles(config).values() if lacks_weights(folder := model_folder(config, role))]
     for folder in missing:
         fetch(folder, tell)
@@ -96,7 +96,7 @@ def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Replace values from environment variables by the text that names the variable."""
+    """Replace values of environment variables in a problem by the text that names the variable."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)

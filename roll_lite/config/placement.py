@@ -1,6 +1,6 @@
-"""Resolve `placement` and the roles' `devices` to device numbers.
+"""Choose the roles' device numbers from `placement` and their `devices`.
 
-Roles of one group share devices, groups do not. Devices that a role lists are in no group.
+Under a preset, roles of one group share devices, groups do not. Devices that a role lists are in no group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Preset -> groups of roles that share devices; other roles have separate devices."""
+"""Groups of roles that share devices, by preset; each other role has its own devices."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -86,7 +86,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Count devices by role. Default: the group's highest count; without one, all devices if `has_whole_cluster` (judges: 1), else 1."""
+    """Return the number of devices by role. Default: the highest given in the group; if none is given, all devices if `has_whole_cluster`
+    (judges: 1), else 1."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1
@@ -94,8 +95,8 @@ def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_wh
 
 
 def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
-    """Choose `wanted` free devices in blocks of `block_size`. A block is on one node if it fits, else split equally over few nodes. Missing
-    devices get numbers beyond the last, which a later check reports."""
+    """Choose `wanted` devices that are not `taken`, in blocks of `block_size`. A block is on one node if it fits, else split equally over
+    few nodes. Missing devices get numbers beyond the last, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -131,7 +132,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Set device numbers, and `offload: true` for roles that share devices by preset, unless set or always in use."""
+    """Set device numbers and, under a preset, `offload: true` for roles that share devices, unless given or the role is always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -183,7 +184,7 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that an engine is on one node, or equally on several if too large."""
+    """Check that each engine is on one node or, if too large for a node, equally on several."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"

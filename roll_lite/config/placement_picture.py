@@ -1,11 +1,9 @@
-"""Table of the roles on each device by phase."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numbers, model_parallel_size, roles
+from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numbers, model_parallel_size, roles, trains
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind, startable
 from roll_lite.config.placement import engines, nodes_of_engine, ranges
@@ -19,7 +17,7 @@ LEGEND = "(...): there, but idle. 1., 2.: one after the other. all: weights, gra
 def draw(config: RunConfig) -> str:
     by_role, placement, engine = roles(config), config.placement, config.actor_infer
     numbers = {name: frozenset(device_numbers(role.devices)) for name, role in by_role.items()}
-    of_mode = {"rollout_only": (Phase.GENERATE,), "train_only": (Phase.LOG_PROBS, Phase.TRAIN)}.get(config.mode, tuple(PHASES))
+    of_mode = (Phase.LOG_PROBS, Phase.TRAIN) if config.mode == "train_only" else tuple(PHASES) if trains(config) else (Phase.GENERATE,)
     phases = [phase for phase, presence in PHASES.items() if presence.of_step and phase in of_mode]
     cells = {phase: _column(config, phase, by_role) for phase in phases}
     rows = []
@@ -58,7 +56,7 @@ def works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Turn number (from 1) of roles that take turns on devices."""
+    """Turn numbers, from 1, of roles that are loaded in turns on shared devices."""
     presence = PHASES[phase]
     working = [name for name in presence.parts if presence.in_turns and name in by_role and works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}
@@ -70,7 +68,7 @@ def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict
 
 
 def _blocks(placement: PlacementConfig, numbers: Mapping[str, frozenset[int]]) -> list[tuple[str, Sequence[str]]]:
-    """Pairs (devices, roles); adjacent equal nodes are merged."""
+    """Return the table's rows, (devices, roles). Adjacent nodes with equal roles are merged."""
 
     def names(device: int) -> tuple[str, ...]:
         return tuple(name for name, own in numbers.items() if device in own)

@@ -1,5 +1,3 @@
-"""Presets of public data sets, for `data.preset`."""
-
 from __future__ import annotations
 
 import copy
@@ -27,7 +25,8 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Add a preset's settings to a domain, whose own settings win. Its own `data.train` also replaces held-out data."""
+    """Return a domain with its preset's settings as defaults. If the domain sets `data.train`, the preset's training and validation files
+    are left out."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])

@@ -1,5 +1,3 @@
-"""Problems of a configuration, reported together."""
-
 from __future__ import annotations
 
 import difflib
@@ -17,21 +15,19 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""Address with a login. One slash suffices: converting an address to a path drops the second."""
+"""URL with a login. One slash suffices, as converting a URL to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""Login without a scheme."""
+"""Login, `user:password@`, without a URL scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
-"""Secret in a query string."""
 _SECRETS = r"(?:key|(?<!per_)token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
-"""Secret settings. `api_key_env`, which names a variable, does not match."""
+"""Names of secret settings. `api_key_env` does not match: it names a variable."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Secret in unparsable text."""
+"""Secret in unparsable text: `key: ...` or `key=...`."""
 HIDDEN = "***"
 LEFT_OUT = "???"
-"""Placeholder of secrets in a saved configuration."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -41,7 +37,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: no value to show. None would be shown as null."""
+    """Type of NO_VALUE: the problem has no value to show. None would be shown as null."""
 
 
 NO_VALUE = _NoValue()
@@ -50,7 +46,7 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """YAML path, file, or override."""
+    """Place: YAML path, file, or override."""
     message: str
     value: Any = NO_VALUE
     source: str = ""
@@ -74,7 +70,7 @@ Mistake = tuple[str, str] | Problem
 
 
 class Missing(Problem):
-    """Missing required value."""
+    """Problem: a required value is missing."""
 
 
 class ConfigError(ValueError):
@@ -93,7 +89,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting or its list marks a secret."""
+    """True if the name of the setting or of its list marks a secret (key, token, ...)."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
@@ -119,7 +115,6 @@ def _tells_nothing(value: Any) -> bool:
 
 
 def show(value: Any, path: str = "") -> str:
-    """Format a value for messages, shortened and without secrets."""
     try:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):  # huge integer, keys that are paths, list that contains itself
@@ -134,7 +129,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Hint with close valid names, else with all."""
+    """Return a hint with the valid names close to `wrong` or, if none is, with all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -153,7 +148,7 @@ def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
 
 
 def space_missing(value: Any) -> str:
-    """Hint to append to a message, if a text looks like `key:value`."""
+    """Hint to append to a message if a text looks like `key:value`; else ""."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

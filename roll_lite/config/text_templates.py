@@ -1,5 +1,3 @@
-"""Templates and patterns in the YAML."""
-
 from __future__ import annotations
 
 import re
@@ -9,7 +7,6 @@ BRACES = "write {{ and }} for braces that stay"
 
 
 def placeholders(text: str) -> list[str]:
-    """List placeholders; ValueError if the template is invalid."""
     try:
         fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
     except ValueError as error:

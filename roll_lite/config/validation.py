@@ -30,7 +30,6 @@ NAMES_IN_OTHER_TRAINERS = {
     "num_generations": "samples_per_prompt",
     "rollout_batch_size": "prompts_per_step",
 }
-"""Names in other trainers -> names here."""
 
 
 class _Invalid:
@@ -107,7 +106,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
-        """Build an item; if invalid, reading its fields raises Refused."""
+        """Build a list's or mapping's entry. If invalid, return a section whose fields raise Refused when read."""
         built = _INVALID if path in self.broken else self._one_of(variants, data, path)
         if isinstance(built, Section):
             return built
@@ -116,7 +115,7 @@ class _Walker:
         return hollow
 
     def _report_misspelt_entries(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report misspelt entries: no required key, name close to a complete entry's."""
+        """Report entries that look like a misspelt duplicate: no required key, and a name close to a complete entry's."""
         needed = {name for name, info in cls.model_fields.items() if info.is_required()}
         for name, item in items.items():
             others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
@@ -138,7 +137,7 @@ class _Walker:
         return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
-        """Choose a union's member; report an invalid choice and return None."""
+        """Choose the section class that the value's `name` selects; if there is none, report that and return None."""
         by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
@@ -158,7 +157,7 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Return similar missing keys, one of which was probably meant."""
+        """Report an unknown key. Return similar keys that are not set, one of which was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -196,7 +195,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Section classes of a field (none: plain value, several: union), and their container."""
+    """Type of a field: its section classes (none: plain value; several: union), in `container` if it is a list or mapping."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -270,8 +269,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: an entry of a mapping set by an earlier layer (`inherited`), or a setting that falls back to its
-    default."""
+    """True if null removes the key: from a mapping, an entry that an earlier layer set (`inherited`); elsewhere, a setting that falls back
+    to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

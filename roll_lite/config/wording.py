@@ -1,5 +1,3 @@
-"""Words for field types and refused values."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,5 @@
-"""Samples with several training rows, from agents whose requests branch. Other batches lack the column `branch`."""
+"""Map samples to training rows. Samples have several rows if their agent's conversation branched; batches without such samples lack the
+column `branch`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class SampleRows(NamedTuple):
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
-    """Map samples to rows. (group, index) identifies a sample; branch 0 is its first row."""
+    """Map samples to rows. Rows with equal (group, index) belong to one sample; its first row has branch 0."""
     identity = torch.stack([group, index], dim=1).numpy()
     _, number = np.unique(identity, axis=0, return_inverse=True)
     first = np.flatnonzero(branch.numpy() == 0)
@@ -39,7 +40,7 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Put each response's reward on its last token, 0 elsewhere. `rows`: (row, rewards of its sample's responses)."""
+    """Return token rewards: each response's reward at its last token, else 0. `rows`: (row, rewards of all responses of its sample)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -52,7 +53,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Merge each sample's rows into its first row. policy_tokens is the maximum, since max_tokens limits each row."""
+    """Return one row per sample: its first row, with total response_length, minimum and maximum version, and maximum policy_tokens
+    (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

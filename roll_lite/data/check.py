@@ -33,7 +33,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked per file (about two seconds); TABLE_ROWS for table columns other than the tag."""
+"""Maximum rows checked: SCANNED_ROWS (about two seconds) per file or, for presets and for a table's columns other than the tag,
+TABLE_ROWS."""
 NAMED_LINES = 5
 
 
@@ -54,7 +55,7 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
-    given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
+    given = {split: files for split, files in (("train", data.train), ("validation", data.validation)) if files is not None}
     for split, files in given.items():
         for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
             yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
@@ -76,8 +77,8 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Refuse a training folder that contains validation files. The same path for both is allowed."""
-    held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
-    for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
+    train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
+    for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
             message = f"the folder holds {', '.join(shared)}, which data.validation names: held-out rows would train; list the files"
             yield Problem(f"{path}.data.train", message, str(folder))
@@ -92,7 +93,6 @@ class _Column:
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """List the columns that a split uses: weight and difficulty only in training, report_by only in validation."""
     data, template = domain.data, domain.template
     if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
@@ -105,8 +105,8 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
         columns.append(_Column(setting, answer, lambda row: answer_of(row, answer, setting)))
     if (tag := data.tag) is not None:
         columns.append(_Column(f"{path}.data.tag", tag, lambda row: tag_of(row, tag)))
-    if split == "validation" and (report_by := data.report_by) is not None:
-        columns.append(_Column(f"{path}.data.report_by", report_by, lambda row: reported_value(row, report_by)))
+    if split == "validation":
+        columns += [_Column(f"{path}.data.report_by", name, partial(reported_value, column=name)) for name in data.reported]
     if split == "train" and (weight := data.weight) is not None:
         columns.append(_Column(f"{path}.data.weight", weight, lambda row: weight_of(row, weight)))
     if split == "train" and (difficulty := data.filter.difficulty) is not None:
@@ -203,7 +203,6 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Placeholder for table values that are not checked."""
 
 
 def _lines(shards: list[Shard]) -> Iterator[Row]:
@@ -212,8 +211,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield TABLE_ROWS full rows, then rows with the tag only. If a configured column is missing, read tags only; without a tag column,
-    yield one empty row."""
+    """Yield, for each shard, TABLE_ROWS rows with all configured columns, then rows with only the tag column. From the first shard that
+    lacks a configured column: only tags; if the tag column is missing too, one row of placeholders."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -1,5 +1,3 @@
-"""Write a batch to a zstd Parquet file, one row per sample."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Sampling settings that change the distribution; dump and run must agree."""
+"""Settings that change the sampling distribution; dump and run must agree on them."""
 NAMED = 5
 
 
@@ -41,7 +41,8 @@ class DumpHeader:
     tokenizer: str
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Sample count and maximum token counts of the trained samples, by domain. Older dumps lack `longest_row`."""
+    """`samples` trained and their `longest_prompt`, `longest_response` and `longest_row` in tokens, by domain. Older dumps lack
+    `longest_row`."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -51,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return the dump of each step; ValueError if there are none. `path`: folder of a run or of its dumps. Earlier steps come from the run
-    that was resumed."""
+    """Return each step's dump; ValueError if there are none. `path`: a folder of dumps, or of a run; if the run was resumed, earlier steps
+    come from the run before."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -79,7 +80,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Raises ValueError if the file is damaged, no dump, or of another schema version."""
+    """Read a dump's metadata. ValueError if the file is damaged, no dump, or of another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -194,8 +195,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that training settings equal the dumped run's. Otherwise the policy differs from the sampling policy, but old_log_probs
-    `current` and `recompute` assume that both are equal."""
+    """Check that settings which affect training equal the dumped run's: old_log_probs `current` and `recompute` assume that the trained
+    policy is the one that sampled."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return

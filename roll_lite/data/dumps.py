@@ -27,7 +27,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Fetches token blocks (workers/token_blocks.py); None for a lost block."""
+"""Fetch token blocks (tables of samples' tokens, workers/token_blocks.py) by reference; None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -65,7 +65,7 @@ KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
 LONGEST_COLUMN = 1000
 """Maximum characters stored of a data column's value."""
 UNKNOWN = {"format_ok": False}
-"""Values to train with where a dump has null."""
+"""Column -> value to train with where a dump has null."""
 
 
 # ---------------------------------------------------------------- writing
@@ -100,8 +100,9 @@ def write_dump(
 ) -> None:
     """Write a dump atomically.
 
-    `groups`: all samples. `rows`: trained samples. `facts`: header fields. `clock_offset`: wall clock minus event loop clock, in seconds.
-    `rewards_of`: returns a sample's turn rewards; None if turns have none."""
+    `groups`: all samples. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the token ids that truncated sampling
+    kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's reward per turn; None: none
+    stored."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
@@ -179,7 +180,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Return seconds since 1970; None if not reached."""
+    """Return when a sample was requested, generated and scored, in Unix seconds; None if it was not."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
@@ -205,7 +206,6 @@ def _text(text: str | None) -> str | None:
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """Yield row groups of about ROW_GROUP_TOKENS tokens; at least one, possibly empty."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -282,7 +282,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield the rows of `load_dump` by Parquet row group: joining them takes twice the memory."""
+    """Yield what `load_dump` returns, one batch per Parquet row group: joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

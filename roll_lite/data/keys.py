@@ -83,7 +83,7 @@ KEYS: dict[str, Key] = {
         "held-out rollouts",
         "majority votes: equal numbers in a group are equal answers; -1: none, -2: not extracted",
     ),
-    "part": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: part of its domain under which it is reported too; empty: none"),
+    "parts": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: tuple of the parts of its domain under which it is reported too"),
     # tokens
     "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),
     "response_mask": Key(Kind.TOKENS, torch.bool, "engine worker", "losses, advantages: tokens that the policy chose, EOS included"),

@@ -42,15 +42,15 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Pad to a multiple of this, for sequence and context parallelism."""
+    """Pad a micro-batch's tokens to a multiple of this, for sequence and context parallelism."""
     count: int = 1
-    """Multiple for the number of micro-batches: interleaved pipeline stages run this many per model chunk."""
+    """Run a multiple of this many micro-batches: interleaved pipeline stages run this many per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: minimum number to aim for, because another
-        rank runs that many."""
+        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches to aim for at least,
+        because another rank runs that many."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Planner with few micro-batches of at most `tokens` tokens and about equal cost, so that ranks do not wait. A longer row gets its own
-    micro-batch."""
+    """Plan few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
+    gets its own."""
 
     tokens: int
     rows: int | None = None
@@ -94,7 +94,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Planner that groups rows of similar length, up to `tokens` tokens with padding. A longer row gets its own micro-batch."""
+    """Group rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row gets its own."""
 
     tokens: int
     rows: int | None = None
@@ -123,7 +123,7 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Make a plan. `agree`: collective maximum over ranks that must run equally many micro-batches."""
+        """Plan a batch. `agree`: returns the maximum of a number over the ranks that must run equally many micro-batches."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -147,7 +147,7 @@ class MicroBatchPlan:
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join outputs [B, T-1, ...] into a host column in batch order."""
+        """Join the micro-batches' outputs [B, T-1, ...] into a host-memory column in batch order."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -156,7 +156,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join packed outputs [tokens, ...] into a column in batch order, dropping padding at the end."""
+        """Join the micro-batches' packed outputs [tokens, ...] into a column in batch order, without the padding at the end."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)
@@ -178,7 +178,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Index that restores batch order; None if in order."""
+        """Index that restores batch order; None if the rows are in order."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 

@@ -1,5 +1,5 @@
-"""Split the global batch into mini-batches, and these over data parallel ranks. Rows and token weights do not depend on the parallel
-layout."""
+"""Split the global batch into mini-batches, and each mini-batch over data-parallel ranks. A mini-batch's rows and token weights do not
+depend on the parallel layout."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def cut_mini_batches(
     """Split the batch into `mini_batches` per epoch, in a seeded order per epoch. Rows with train_weight 0 and empty mini-batches are
     dropped.
 
-    `owners`: sample of each row, if samples have several rows. A sample's rows stay together, as one sequence for the aggregation unless
-    `rows_are_sequences`."""
+    `owners`: sample of each row, if samples have several rows. A sample's rows stay in one mini-batch; the loss aggregation treats them as
+    one sequence unless `rows_are_sequences`."""
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
     sequences = np.arange(len(samples)) if rows_are_sequences else owners
@@ -67,7 +67,7 @@ def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks at about equal cost; returns each rank's shares. `costs`: by sample number."""
+    """Split each mini-batch over the ranks at about equal cost; return each rank's shares. `costs`: sample number -> cost."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):

@@ -17,7 +17,7 @@ from roll_lite.data.sources import Row
 from roll_lite.data.stable_hash import stable_hash
 
 MOST_GENERATED_TESTS = 16
-"""Mutation-generated tests kept per code_contests problem; more cost time and find little."""
+"""Maximum mutation-generated tests kept per code_contests problem; further ones cost time and find little."""
 
 
 class LeftOut(str):
@@ -29,7 +29,7 @@ class _Unfit(Exception):
 
 
 def converted(rows: Iterator[Row], name: str | None) -> Iterator[Row]:
-    """Convert rows to the preset's columns. Unreadable rows stay unchanged."""
+    """Convert rows to the columns of preset `name` (None: no conversion). Unreadable rows stay unchanged."""
     if name is None:
         yield from rows
         return
@@ -150,7 +150,7 @@ class _TextsOnly(pickle.Unpickler):
 
 
 def _livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Join public and private tests; private ones are JSON, or base64 of a compressed pickle of JSON."""
+    """Return public and private tests, and the task. Private tests are JSON, or base64 of a compressed pickle of JSON."""
     public, private = (row[f"{which}_test_cases"] for which in ("public", "private"))
     if not private.lstrip().startswith("["):
         private = _TextsOnly(io.BytesIO(zlib.decompress(base64.b64decode(private)))).load()

@@ -43,7 +43,6 @@ class PromptSet:
         self.parts: list[int] = []
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
-        """Column names -> number that rows store instead."""
 
     def add(
         self,
@@ -54,7 +53,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """`weight`: loss weight of the samples. `question`: the prompt without template."""
+        """Append a prompt. `weight`: loss weight of its samples. `question`: the prompt without template."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -105,7 +104,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Read a domain's data files. One ValueError reports up to ten mistakes. `domains`: all domains, to skip their rows in shared files."""
+    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains; rows that belong to
+    others are skipped in shared files."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -123,11 +123,10 @@ def load_prompts(
         mistakes.append(_too_long(domain, config, loader))
     if mistakes:
         raise ValueError(_report(setting, mistakes))
-    if len(loader.reported) > MOST_REPORTED:
-        setting = f"domains.{domain}.data.report_by"
-        raise ValueError(
-            f"{setting}: {config.data.report_by!r} has {len(loader.reported)} values; each is reported, so use at most {MOST_REPORTED}"
-        )
+    for column, values in loader.reported.items():
+        if len(values) > MOST_REPORTED:
+            setting = f"domains.{domain}.data.report_by"
+            raise ValueError(f"{setting}: {column!r} has {len(values)} values; each is reported, so use at most {MOST_REPORTED}")
     prompts = loader.prompts
     for path, count in zip(paths_of(files), prompts.parts, strict=True):
         if not count and limit is None:
@@ -159,8 +158,7 @@ class _Loader:
         self._template = Template(config.template, config.data.prompt, tokenizer, f"domains.{domain}.template")
         self._owners = owners
         self._weight = config.data.weight if split == "train" else None
-        self._report_by = config.data.report_by if split == "validation" else None
-        self.reported: set[str | float] = set()
+        self.reported: dict[str, set[str | float]] = {column: set() for column in config.data.reported if split == "validation"}
         self._difficulty = config.data.filter.difficulty if split == "train" else None
 
     def load(self, path: Path, limit: int | None) -> None:
@@ -181,7 +179,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Render a row's prompt; None if left out. ValueError if unusable."""
+        """Render a row's prompt; None if the row is left out. ValueError if it is unusable."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1
@@ -192,8 +190,8 @@ class _Loader:
             self.prompts.left_out[reason] += 1
             return None
         text = self._template.render(content)
-        if self._report_by is not None:
-            self.reported.add(reported_value(content, self._report_by))
+        for column, values in self.reported.items():
+            values.add(reported_value(content, column))
         answer = answer_of(content, data.answer, f"domains.{self._domain}.data.answer") if data.answer is not None else None
         question = content[data.prompt]
         # Equal texts become one object, which is pickled once.

@@ -24,7 +24,7 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Columns with vector entries [k] -> padding value."""
+"""Padding values of the columns whose entries are vectors [k]."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
@@ -38,8 +38,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Immutable batch, one row per sample. ROW columns are tensors [rows], TOKENS and TRANSITIONS Ragged, OBJECT numpy object arrays. Never
-    write to columns: they may be in Ray's object store."""
+    """Immutable batch. Its columns are, by their kind in data/keys.py, tensors [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object
+    arrays (OBJECT). Never write to columns: they may be in Ray's object store."""
 
     columns: Mapping[str, Column]
 
@@ -200,7 +200,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file with the umask's mode; safetensors itself uses 0600."""
+    """Write a safetensors file with the permissions that the umask allows; safetensors itself sets 0600."""
     from safetensors.torch import save_file
 
     path.touch()

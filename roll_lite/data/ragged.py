@@ -114,12 +114,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Make contiguous, so that pickling a slice does not pickle the whole tensor."""
+    """Return a contiguous array, so that pickling a slice does not pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Read-only memory presented as writable: torch warns about read-only arrays."""
+    """Presents read-only memory as writable, since torch warns about read-only arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -159,7 +159,6 @@ def _rebuild(values: np.ndarray, offsets: np.ndarray) -> Ragged:
 
 
 def _widened(values: list[torch.Tensor], fill: float | int) -> list[torch.Tensor]:
-    """Pad tensors [n, k] to the largest k; empty tensors may have any shape."""
     width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
     return [
         torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)

@@ -26,7 +26,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base class of records often sent between processes. Pickles values only, in a third of the usual time."""
+    """Base class of records often sent between processes. Pickles only the fields' values, in a third of the usual time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -81,7 +81,7 @@ class Sampling(Packed):
 
 
 class TokenRow(NamedTuple):
-    """Reference to a row of a token block (workers/token_blocks.py)."""
+    """Reference to a sample's tokens: a row of a token block, a table of many samples' tokens (workers/token_blocks.py)."""
 
     block: Any
     """Ray object reference or, within one process, the token block."""
@@ -97,8 +97,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of the context's last tokens that an interrupted request generated for this response. The returned text includes them, and
-    stop strings may begin in them; other fields describe new tokens only."""
+    """Number of tokens at the end of the context that an interrupted request generated for this response. The returned text includes these
+    tokens, and stop strings may begin in them; other fields describe new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
     """Exclude the context from the loss: another row of the sample trains on it."""
@@ -109,19 +109,19 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Last `resumed_tokens` of the prompt. Valid only after the context was prepended."""
+        """Last `resumed_tokens` prompt tokens. Valid only after the context is prepended to prompt_ids."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed_tokens :]
 
 
 class VersionSpan(NamedTuple):
-    """Weight version of the response tokens from index `start` on."""
+    """Weight version of the tokens from index `start` up to the next span."""
 
     start: int
     version: int
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Cut spans to tokens `first` to `end` (exclusive), counted from `first`."""
+    """Cut spans to the tokens from `first` up to `end` (exclusive); the new starts count from `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
@@ -133,7 +133,7 @@ def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Answer of an engine. If `error` is set, ignore the other fields."""
+    """Engine's response to a request. If `error` is set, ignore the other fields."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -148,12 +148,12 @@ class Completion:
     """Token ids that truncated sampling kept at each position, if requested."""
     cached_tokens: int = 0
     experts: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, expert layers * experts per token] int16: experts of prompt and response tokens. The last token was not processed and is
-    missing."""
+    """int16 [tokens, expert layers * experts per token]: experts to which prompt and response tokens were routed. The last token was not
+    processed and is missing."""
 
 
 class Turn(NamedTuple):
-    """Completion with a reference to its tokens, which stay in the object store."""
+    """Completion whose tokens stay in the object store; `tokens` refers to them."""
 
     request_id: str
     length: int = 0
@@ -207,7 +207,7 @@ class Segment:
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord(Packed):
     messages: tuple[dict[str, Any], ...] = ()
-    """Whole conversation; of several, the one with the last response."""
+    """Whole conversation; if an agent has several, the one with the last response."""
     rewards: tuple[float, ...] = ()
     score: float = 0.0
     """Rewards combined as domains.NAME.environment.rewards says."""
@@ -222,7 +222,7 @@ class EpisodeRecord(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Row of a sample: the prompt, then responses and environment messages."""
+    """Training row of a sample: the prompt, then responses and environment messages."""
 
     segments: tuple[Segment, ...] = ()
     tokens: TokenRow | None = None
@@ -251,20 +251,20 @@ class Branch:
 
     @property
     def engine(self) -> int | None:
-        """Engine that sampled all responses; None if several."""
+        """Engine that sampled all responses of the row; None if several did."""
         engines = {segment.engine for segment in self.segments if segment.author is Author.POLICY}
         return engines.pop() if len(engines) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript(Branch):
-    """First row of a sample and, if an agent's requests branched, further rows."""
+    """Tokens of a sample: its first training row and, if an agent's conversation branched, further rows."""
 
     text: str = ""
     finish_reason: FinishReason | None = None
     episode: EpisodeRecord | None = None
     branches: tuple[Branch, ...] = ()
-    """Further rows. Another row's responses are part of the prompt here, so that each response trains once."""
+    """Further rows. Responses that belong to another row count as prompt here, so that each is trained on once."""
 
     @property
     def rows(self) -> tuple[Branch, ...]:
@@ -309,7 +309,7 @@ class Score(Packed):
     """Verdict; None: correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """Match of the domain's format pattern; None without a pattern."""
+    """Whether the response matches the domain's format pattern; None without a pattern."""
     answer: str | None = None
     """Extracted answer, for majority votes. Empty: none found; None: the reward extracts none."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -346,5 +346,6 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """Samples that time out are probably long: without them, a group is biased towards short responses."""
+        """True if generation of a sample timed out. Such samples are probably long; without them, a group is biased towards short
+        responses."""
         return any(sample.timed_out for sample in self.samples)

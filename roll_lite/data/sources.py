@@ -38,7 +38,7 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """Row numbers count "line"s or "row"s, from 1."""
+    """What `number` counts, from 1: "line" or "row"."""
     number: int
     content: dict[str, Any] | str
     """Columns, or why the row is unreadable."""
@@ -56,7 +56,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """List data files. A folder may be saved by Hugging Face `datasets`, or hold files of one kind and split; ValueError otherwise."""
+    """List the data files of a path. A folder must be saved by Hugging Face `datasets`, or hold files of one kind and split; otherwise
+    ValueError."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -92,8 +93,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse files of several splits, which would train on held-out rows. Names without a split may differ only in digits and
-    punctuation."""
+    """Refuse a folder with files of several splits: held-out rows would be trained on. Names that state no split may differ only in digits
+    and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -227,7 +228,7 @@ def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _arrow_reader(file: Path) -> Any:
-    """Hugging Face writes the stream format, others the file format."""
+    """Open an Arrow file. Hugging Face writes the stream format, other programs the file format."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     source = memory_map(str(file))

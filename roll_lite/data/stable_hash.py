@@ -13,5 +13,5 @@ def stable_hash(*parts: object) -> int:
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
     """Derive a seed for one use of random numbers; sums such as `seed + step` would collide between runs. 31 bits, since Megatron-Core adds
-    a rank."""
+    the rank."""
     return stable_hash(run_seed, purpose, *parts) >> 32

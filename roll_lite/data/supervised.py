@@ -1,4 +1,4 @@
-"""Serve the supervised rows of `algorithm.ptx` in a seeded, resumable order."""
+"""Serve the rows of `algorithm.ptx` (supervised data trained beside the policy loss) in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SupervisedRows:
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and a mask of learned ones: answer and end of sequence, or all without answers."""
+        """Return token ids and a mask of learned ones: answer and end of sequence; if there are no answers, all tokens."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
@@ -78,7 +78,7 @@ class SupervisedRows:
 
 
 def append_supervised(own: DataProto, supervised: DataProto) -> DataProto:
-    """Fill columns that supervised rows lack with padding."""
+    """Append supervised rows to policy rows; columns that supervised rows lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

@@ -41,7 +41,7 @@ class Template:
             raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Raises RowError if a column's value cannot be used."""
+        """Render a row's prompt. RowError if a column's value cannot be used."""
         if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})

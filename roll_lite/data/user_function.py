@@ -10,8 +10,8 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str, or_class: bool = False) -> Callable[..., Any]:
-    """Load "package.module.function"; ValueError on failure. `path` (the YAML path) and `shape` (the expected signature) are for
-    messages."""
+    """Load "package.module.function" (or a class, if `or_class`); ValueError on failure. `path` (YAML path) and `shape` (expected
+    signature) are for messages."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -37,7 +37,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
 
 
 def search_current_folder() -> str:
-    """Add the current folder to the import path, which has only a script's own folder."""
+    """Add the current folder to the import path, where Python puts only the script's folder; return it."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

@@ -1,8 +1,8 @@
-"""Ray actors of one role, called by passing the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
+"""Cluster of one role's Ray actors. A call passes the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-`all`: every rank; `one`: rank 0; `each`: living ranks of a cluster with independent ranks (engines). `start_scatter`: shard i to all ranks
-of data-parallel rank i; `heads_scatter`: only to the first. `start_` variants do not wait.
-"""
+`all` calls every rank; `one`, rank 0; `each`, the living ranks of a cluster whose ranks are independent (engines). `start_scatter` sends
+shard i to all ranks of data-parallel rank i; `heads_scatter`, only to its head rank, which returns outputs. `start_` variants do not
+wait."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until then."""
+    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until they start."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -70,7 +70,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Ray actor class, and Ray options for liveness calls (None: unwatched)."""
+    """Return the Ray actor class, and Ray options for liveness calls (None: the worker is not watched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -160,7 +160,6 @@ class Cluster(Generic[W_co]):
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Send shard i to the head rank of data-parallel rank i. Returns results in shard order."""
         self._check_shards(method, shards)
         calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
         return self._start(method, calls, kwargs, list).result()
@@ -192,7 +191,6 @@ class Cluster(Generic[W_co]):
     def start_scatter(
         self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
-        """Send shard i to all ranks of data-parallel rank i. Returns the head ranks' results."""
         self._check_shards(method, shards)
         # Several ranks share one copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)
@@ -201,7 +199,6 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, lambda values: [values[rank] for rank in heads])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new, uninitialized processes on the same devices."""
         self.group.rebuild()
 
     def shutdown(self) -> None:
@@ -216,7 +213,6 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """Call ranks with their `args`; `collect` combines the results."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 
@@ -229,7 +225,6 @@ class Cluster(Generic[W_co]):
         return Pending(self.group, method.__name__, calls, lambda values: {call.rank: call.value for call in calls if not call.lost})
 
     def _introduce(self) -> None:
-        """Wait for all constructors, and tell every rank the address of rank 0."""
         if self.group.started:
             return
         limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit

@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Batch part of one data-parallel rank, with references instead of tokens."""
+    """One data-parallel rank's part of a batch. Per-token columns are references into Ray's object store."""
 
     rows: DataProto
     keys: tuple[str, ...]
@@ -151,7 +151,6 @@ class Batch:
             self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
-        """Split the batch into one shard per data-parallel rank. `parts`: row indices of each."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]

@@ -1,4 +1,4 @@
-"""Errors of a cluster's ranks and a fleet's members, and their description."""
+"""Errors of a cluster's ranks and of a Fleet's members, and texts that describe them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if a Fleet's member is lost: a dead process, or MemberLost."""
+    """True if the error means that a Fleet's member is lost: a dead process, or MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
@@ -84,7 +84,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """One-line cause. `name`: the failed process, if the error does not name it."""
+    """Return a one-line cause. `name`: process to put in front, unless the error is a MemberLost."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -94,7 +94,7 @@ def cause_of(error: BaseException, name: str = "") -> str:
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """One-line cause, then the remote traceback or the end of a dead process's log."""
+    """Return a one-line cause, then the remote traceback or, if the process was lost, the end of its log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         names_cause = isinstance(error.cause, MemberLost | FleetDown)
@@ -116,7 +116,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Last exception in the rank's log, except references to a "root cause above"."""
+    """Return the last exception in the rank's log, skipping lines that refer to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

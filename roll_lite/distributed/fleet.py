@@ -33,9 +33,7 @@ class Member(Protocol):
         """Wait until the member dies; return the cause. Called after every start."""
         ...
 
-    def kill(self) -> None:
-        """Kill all remaining processes."""
-        ...
+    def kill(self) -> None: ...
 
 
 class SlowStart(MemberLost):
@@ -45,7 +43,7 @@ class SlowStart(MemberLost):
 @dataclass(frozen=True)
 class Policy:
     start_timeout_s: float | None
-    """Time limit per attempt; None: unlimited."""
+    """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
     """Maximum restarts per member; None: unlimited."""
     attempts: int = 3
@@ -147,7 +145,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Member number -> cause, for members not yet serving again."""
+        """Member number -> cause of the loss, for members that do not serve again yet."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -166,7 +164,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Mark the member busy inside the block; waits for the end of `drained` blocks."""
+        """Mark the member as busy inside the block, which first waits until no `drained` block is left."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -178,7 +176,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Keep all members idle inside the block, once none is busy or starting. Lost members restart after the block."""
+        """Wait until no member is busy or starting, then keep all idle inside the block. Lost members restart after the block."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
@@ -283,6 +281,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Poll an idle member by `ask`. Returns a message if an answer takes longer than SILENCE_SECONDS."""
+    """Poll a member by `ask` while it is idle. Return a message when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

@@ -21,7 +21,6 @@ class Silence:
         self._looked: float | None = None
 
     def look(self, most_s: float) -> float:
-        """Add the time since the last call, at most `most_s`; return the total."""
         now = self._clock()
         if self._looked is not None:
             self.seconds += min(now - self._looked, most_s)

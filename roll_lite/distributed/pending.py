@@ -30,21 +30,20 @@ BLAME_SECONDS = 2.0
 STACK_SECONDS = 3.0
 MOST_STACKS = 8
 DUMP_SECONDS = 0.5
-"""Time for a process to write its stacks to its log."""
 
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref`: None if the rank is already lost; a list for a method with several results."""
+        """`ref`: Ray reference to the result; None if the rank is already lost; a list for a method with several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
-        """References to further results, which keep them in the object store even if the rank dies."""
+        """References to further results: while held, these stay in the object store even if the rank dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
         self.ref: ray.ObjectRef | None = first
         self.value: Any = None
         self.may_be_lost = may_be_lost
-        """True if the rank may die: the call then ends without a value."""
+        """True if the rank's death is tolerated: the call then ends without a value instead of raising."""
         self.lost = ref is None
 
     @property
@@ -80,7 +79,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Result if ready, else None. Raises a rank's error; a rank's death is raised by the next wait."""
+        """Return the result if ready, else None. A rank's error is raised; a rank's death is raised only by the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -99,19 +98,17 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Deadline (monotonic clock). The cluster's limit applies only if caller and phase have none."""
+        """Return the deadline (monotonic clock). The cluster's limit applies only without `timeout_s` and outside a phase with a limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
 
 def gather(*pendings: Pending[T], timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> list[T]:
-    """Wait for several clusters' results; raise the first failure."""
     _wait(pendings, timeout_s, poll=poll)
     return [pending.result() for pending in pendings]
 
 
 def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Wait until at least one is done; return all that are done."""
     _wait(pendings, None, enough=any)
     return [pending for pending in pendings if pending.done]
 
@@ -119,8 +116,7 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 def nobody_is_left(group: RankGroup) -> NoReturn:
     """Raise the failure of independent ranks that are all dead.
 
-    If their supervising worker also dies within BLAME_SECONDS, raise its failure: it knows the cause.
-    """
+    If the worker that supervises them also dies within BLAME_SECONDS, raise that worker's failure, which names the cause."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -198,7 +194,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank at fault. When a rank dies, others report a broken collective."""
+    """Raise the failure of the rank at fault: when a rank dies, others only report a broken collective."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -221,7 +217,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if it supervised a Fleet that is down, of the Fleet's last member."""
+    """Raise the failure of a dead rank or, if this rank supervised a Fleet that is down, of the Fleet's last member."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -270,7 +266,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Stack traces of the first MOST_STACKS ranks, by a call or else by a signal."""
+    """Return stack traces of up to MOST_STACKS ranks, asked by a call or, without an answer, by a signal."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}
@@ -291,7 +287,7 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Stacks that a local process writes to its log on SIGUSR1, even if it never releases the GIL."""
+    """Return the stacks that a process on this node writes to its log on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Local processes, at `places` or their children, that are stopped by SIGSTOP."""
+    """Return the processes on this node, at `places` or their children, that are stopped by SIGSTOP."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -75,7 +75,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""Consecutive polls that must find a process stopped, and their interval: a merely slow process runs at some."""
+"""Consecutive polls that must find a process stopped, and their interval in seconds: a slow process runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 """Role by class name of the workers that the rollout service starts."""
 
@@ -99,7 +99,7 @@ class ActorMember(ABC):
     """Fleet member that is one actor without devices. The actor needs methods `prepare` and `place`."""
 
     nodes: ClassVar[Sequence[str]] = ()
-    """Node ids for members, in turn; empty: Ray chooses."""
+    """Ids of the nodes on which members start, in turn; empty: Ray chooses."""
     _started: ClassVar[Iterator[int]] = count()
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
@@ -129,7 +129,7 @@ class ActorMember(ABC):
         return f"{self.name}: {await first_of(silent, self._until_stopped())}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process is stopped (SIGSTOP), only on this node: busy processes are not asked for answers."""
+        """Wait until the process, if on this node, is stopped (SIGSTOP). Needed for busy members, which are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -1,8 +1,7 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
 Devices are numbered across nodes; roles that list the same number share the device. One placement group holds all devices.
-`placement.nodes` fixes each device's node; otherwise Ray chooses as few nodes as possible.
-"""
+`placement.nodes` fixes each device's node; else Ray chooses as few nodes as possible."""
 
 from __future__ import annotations
 
@@ -81,7 +80,6 @@ class Placement:
         return [slot for own in slots for slot in own]
 
     def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
-        """Slots of each worker, one per node that it spans."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -130,7 +128,6 @@ def anywhere(workers: int) -> list[Slot]:
 
 
 def beside_driver() -> Slot:
-    """Slot on the driver's node."""
     return Slot(NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
@@ -166,7 +163,6 @@ class Node:
 
 
 def _nodes(kind: str) -> list[Node]:
-    """Nodes with devices: the driver's first, the others by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"].get(kind, 0.0)) for one in ray.nodes() if one["Alive"]]
     return sorted((node for node in alive if node.devices > 0), key=lambda node: (node.id != here, node.address, node.id))
@@ -182,14 +178,12 @@ class _Wanted:
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on any nodes. Returns (placement group, node ids in order)."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """Reserve devices on configured nodes; choose Ray nodes again if another job takes them."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -219,8 +213,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign each node number a Ray node with enough free devices; None if impossible. Takes the first node that leaves enough for later
-    numbers. `room`: free devices by Ray node. `wanted`: devices by node number."""
+    """Assign each node number a Ray node with enough free devices: the first that leaves enough for later numbers. None if impossible.
+    `room`: free devices by Ray node. `wanted`: devices by node number."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -277,12 +271,11 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Sort key: GPU number, or UUID if `CUDA_VISIBLE_DEVICES` lists UUIDs."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """GPU of each bundle. Ray tells it only to tasks inside the bundle."""
+    """Return the GPU of each bundle, which Ray tells only to tasks inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

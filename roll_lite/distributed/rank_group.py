@@ -20,7 +20,6 @@ PULSE_SECONDS = 5.0
 """Pause between a heartbeat's answer and the next question."""
 LISTEN_SECONDS = 1.0
 KILL_SECONDS = 30.0
-"""Seconds to wait for killed processes to end."""
 
 
 class Pulse:
@@ -35,7 +34,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Poll for an answer. Returns the seconds waited, without pauses of this process."""
+        """Poll for an answer. Return the seconds that the open question has waited, without pauses of this process."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -76,9 +75,7 @@ class RankGroup:
         self.live_alone = live_alone
         """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
-        """Ranks to be restarted when lost."""
         self.initial_ranks = len(self.actors) if initial_ranks is None else initial_ranks
-        """Number of ranks that start with the group; others count as lost until then."""
         self._make = make
         self._lost = dict.fromkeys(range(self.initial_ranks, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
@@ -134,7 +131,6 @@ class RankGroup:
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
     def regain(self, rank: int, place: Place) -> None:
-        """Mark a replaced rank as living, at `place`."""
         assert self._watch_options is not None
         self.pulses[rank] = Pulse(self.actors[rank].place.options(**self._watch_options).remote)
         self.pulses[rank].place = place
@@ -155,7 +151,7 @@ class RankGroup:
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new processes on the same devices, once the old ones are gone."""
+        """Replace all ranks by new processes on the same devices."""
         assert self._make is not None and not self.live_alone
         self.kill("it starts anew")
         if self.deaths:
@@ -174,14 +170,13 @@ class LivenessWatch:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Weak references, so that dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
-        """Groups whose deaths are not reported inside an `overlooking` block."""
+        """Names of groups whose deaths and silence are not reported inside an `overlooking` block."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Non-blocking functions that every wait calls about once a second."""
         self._silence_s: float | None = None
         self._listened = self._ran = 0.0
 
     def forget_all(self) -> None:
-        """Drop all groups when the Ray session ends."""
         for group in self.groups:
             group.end = "the Ray session has ended"
         self.groups.clear()
@@ -205,7 +200,7 @@ class LivenessWatch:
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Reference -> (group, rank), if the rank's death ends its group. References become ready at death."""
+        """Return reference -> (group, rank) for groups that end with a rank's death. A reference becomes ready when its rank dies."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -219,7 +214,7 @@ class LivenessWatch:
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """Limit the time of heartbeat answers inside the block; None or 0: unlimited."""
+        """Limit how long heartbeat answers may take inside the block; None or 0: unlimited."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -227,7 +222,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """(group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`, else None."""
+        """Return (group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`, else None."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

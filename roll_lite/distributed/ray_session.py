@@ -46,7 +46,7 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + byte
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
 LONGEST_BASE = 40
-"""Maximum length of the temporary folder. Ray appends up to 64 characters, and a socket path has at most 107."""
+"""Maximum length of the temporary folder's path. Ray appends up to 64 characters, and a socket path has at most 107."""
 
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
@@ -65,7 +65,6 @@ LOCAL_SETTINGS = {
 class RaySession:
     address: str
     started: bool
-    """True if this process started the cluster."""
     log_folder: Path | None
     """Folder for the workers' output; None: Ray's own."""
     other_nodes: list[str] = field(default_factory=list)
@@ -220,7 +219,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap orphans: this process inherits the children of killed workers. `own`: children reaped by others."""
+    """Reap ended processes that this one inherited from killed workers. `own`: pids of its children from Ray's start, which others reap."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -231,7 +230,7 @@ def _own_servers() -> list[psutil.Process]:
 
 
 def _end_stopped_servers() -> None:
-    """Kill Ray's stopped (SIGSTOP) servers, whose answers Ray would wait for."""
+    """Kill Ray's servers that are stopped (SIGSTOP): ray.shutdown would wait for their answers."""
     for process in _own_servers():
         if is_stopped(process):
             process.kill()
@@ -250,10 +249,9 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Runtime environment with the driver's import path, for checkouts and users' reward functions.
+    """Return a runtime environment that gives workers the driver's import path, for checkouts and users' reward functions.
 
-    Other nodes need these folders on a shared file system.
-    """
+    Other nodes need these folders on a shared file system."""
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
     own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
@@ -272,7 +270,6 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, inside the block."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:
@@ -293,8 +290,8 @@ def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> It
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Private folder and mark of a session whose driver a guard watches. On a cluster that this process did not start, no process has the
-    mark: the guard then only records a killed driver's death in the run's folder."""
+    """Yield a session's private folder and mark (an id in its processes' environment) while a guard process watches the driver. On a
+    cluster started elsewhere, no process has the mark: the guard then only records a killed driver's death in the run's folder."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)
@@ -316,7 +313,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Unique process name, since pids are reused: pid, start time, pid namespace."""
+    """Return a unique name of a process, since pids are reused: pid, start time, pid namespace."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 

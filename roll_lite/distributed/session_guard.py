@@ -1,9 +1,8 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Not all children of Ray's processes die with the driver. When the driver ends, the guard kills every process with the session's mark in its
-environment or with open files of the session. Two guards run, in case one is killed with the driver. Every Ray worker imports this file, so
-it uses only the standard library.
-"""
+Not all children of Ray's processes die with the driver: the guard then kills every process with the session's mark (an id) in its
+environment, or with open files of the session. There are two guards, in case one is killed with the driver. Every Ray worker imports this
+file, so it uses only the standard library."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ def keep_exit_codes() -> None:
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Pids of this user's processes with the session's mark in their environment, and of Ray processes with open files of the session: a
-    process title may overwrite the environment."""
+    """Return the pids of this user's processes with the session's mark in their environment, and of Ray processes with open files of the
+    session, whose titles may have overwritten the environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -63,8 +62,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans find none: a dying process may start another, and the environment is empty during
-    exec."""
+    """Kill the session's processes until several scans in a row find none. One scan is not enough: a dying process may start another, and
+    during exec the environment, which holds the mark, is empty."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -107,7 +106,6 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
 
 
 def remove_session(folder: Path) -> None:
-    """Remove the session's folder, and folders and semaphores of killed engines in it."""
     for inside in folder.glob("*/"):
         remove_folder(inside)
     shutil.rmtree(folder, ignore_errors=True)

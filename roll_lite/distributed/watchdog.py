@@ -48,8 +48,6 @@ class Preempted(BaseException):
 
 
 class Watchdog:
-    """Time limits and Ray processes of the driver."""
-
     def __init__(self) -> None:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}

@@ -46,7 +46,7 @@ class Worker:
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
-    """True if a `Fleet` handles the death of a worker, so that its cluster continues."""
+    """True if a `Fleet` handles a worker's death, and the cluster's other workers continue."""
     max_restarts: ClassVar[int] = 0
     """Maximum restarts by Ray; -1: unlimited. Only with `watched = False`; the caller must initialize the process again."""
 
@@ -130,7 +130,6 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """Store of the process group. `listener`: rank 0's socket; None on other ranks."""
     # torch takes seconds to import, and workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -146,7 +145,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Socket that reserves a free port; only a server with SO_REUSEADDR can bind it too."""
+    """Return a socket that reserves a free port; only a server with SO_REUSEADDR can also bind that port."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, 0))

@@ -1,5 +1,3 @@
-"""Build a domain's environment from its configuration."""
-
 from __future__ import annotations
 
 import inspect

@@ -66,9 +66,8 @@ class Cancel(NamedTuple):
 class Ask(NamedTuple):
     episode: int
     number: int
-    """Number of the response in the episode, from 0."""
     after: int | None
-    """Number of the response before the new tokens; None: they are a prompt."""
+    """Number of the response that the new tokens follow; None: they are a prompt."""
     ids: bytes
     """New tokens, int32."""
     most: int | None

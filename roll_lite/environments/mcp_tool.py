@@ -1,5 +1,3 @@
-"""Tools of a Model Context Protocol server."""
-
 from __future__ import annotations
 
 import asyncio

@@ -22,7 +22,7 @@ from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 GRACE_S = 2.0
 """Seconds beyond timeout_s in which interrupted code may end."""
 CPU_CALLS = 100
-"""CPU time limit of an interpreter, as a multiple of timeout_s. It is paused between calls."""
+"""CPU time limit of an interpreter, as a multiple of timeout_s. Between calls, the interpreter is paused."""
 LONGEST_S = 7 * 24 * 3600.0
 WRITE_FILES = """
 def write(files):

@@ -57,7 +57,8 @@ class ChatRenderer:
         self._later_tools = self._tools
         """Tools for rendering continuations; None if they make no difference there, which saves time."""
         self._needs_calls = bool(tools)
-        """True if tool results need a dummy response with calls, without which the template renders them differently."""
+        """True if the dummy response before tool results must have calls, because the template otherwise renders the results
+        differently."""
         self._closing = self._after([], prompt=False)
         """Text after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
@@ -211,7 +212,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Keep added tokens out of foreign text: `guard` marks where to split texts that spell them, `encode` tokenizes the parts."""
+    """Keep added tokens out of text of users and tools: `guard` marks where to split texts that spell them, `encode` tokenizes the
+    parts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.added_tokens_decoder

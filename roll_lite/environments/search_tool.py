@@ -1,5 +1,3 @@
-"""Tool `search`: find documents of a local corpus by BM25."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

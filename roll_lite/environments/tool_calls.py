@@ -18,7 +18,7 @@ MARKERS = {
 """Tokens that parsers need, kept even if special."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
-"""End of a call. The tag may be missing: a stop string is not part of a response."""
+"""End of a call. The closing tag may be missing."""
 SKIP_TO_END = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
 CODER_START = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 CODER = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>((?:(?!<function=).)*?)</function>(?:\s*</tool_call>)?", re.DOTALL)

@@ -1,5 +1,3 @@
-"""Tools that the model may call, and the episode that offers them."""
-
 from __future__ import annotations
 
 import asyncio

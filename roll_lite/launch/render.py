@@ -19,7 +19,7 @@ TEMPLATES = {"slurm": "slurm.sh.jinja", "ray": "ray.sh.jinja", "k8s": "k8s.yaml.
 SHARED = Path("/shared")
 """Mount point of the shared volume in pods."""
 CLOSING_S = 60
-"""Notice before the end in seconds, besides `checkpoint.on_sigterm_s`."""
+"""Seconds from SIGTERM to the job's end, besides `checkpoint.on_sigterm_s`."""
 LONGEST_NAME = 47
 
 
@@ -33,7 +33,7 @@ class Launch:
     claim: str = "shared"
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield settings that the target does not allow."""
+        """Yield problems with settings that the target cluster does not allow."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:
                 yield hidden(word), "would stand in the file; write ${oc.env:NAME}, and set that variable on the nodes"

@@ -10,7 +10,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 A, B = "lora_A", "lora_B"
 """PEFT's names of the LoRA matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM reserves memory; another rank takes as much as the next larger one."""
+"""Ranks for which vLLM reserves memory; another rank takes as much memory as the next larger one in this list."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -19,16 +19,16 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""PEFT settings that change the computation -> only supported value."""
+"""PEFT settings that change the computation -> the only supported value."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings. The weights file tells the adapted layers, init_lora_weights the initialization."""
+"""Ignored PEFT settings. The weights file itself shows which layers are adapted; init_lora_weights gives the initialization."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base model unchanged; others move parts of its weights into the adapters."""
+"""Values of init_lora_weights that leave the base model unchanged; others move part of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """LoRA target of a weight (q_proj for self_attn.q_proj.weight); None for tensors that are no weights."""
+    """Return the LoRA target of a weight (q_proj for self_attn.q_proj.weight); None if the tensor is no weight."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 

@@ -12,7 +12,7 @@ from roll_lite.files import elsewhere, kind_of, read_object
 from roll_lite.models.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
 MODEL_FILE = "model.json"
-"""File with `tensor_facts` in a role's checkpoint."""
+"""File in a role's checkpoint that stores `tensor_facts`."""
 NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
 """Fields of HfConfig that do not affect the tensors."""
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
@@ -62,7 +62,7 @@ class Llama3Scaling:
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
-    """Factor by which positions are divided; None: no linear scaling."""
+    """Factor by which positions are divided; None: positions are not scaled linearly."""
     llama3: Llama3Scaling | None = None
 
 
@@ -93,7 +93,7 @@ class HfConfig:
 
     @property
     def attention_parity_tokens(self) -> float:
-        """Row length in tokens at which attention costs as many operations as the weight matrices."""
+        """Row length in tokens at which attention costs as many operations as the multiplications with weight matrices."""
         # A token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
         return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
@@ -115,17 +115,18 @@ class HfConfig:
 
     @property
     def _weights_per_hidden(self) -> float:
-        """Weights that a token uses in a layer, divided by `hidden`; mean over the layers."""
+        """Weights that a token uses in a layer, divided by `hidden`; mean over layers."""
         widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Return the model facts that determine a checkpoint's tensors, as JSON values."""
+        """Return, as JSON values, the model properties on which a checkpoint's tensors depend: sizes, dtype, and output layer
+        (`has_values`: a value head)."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
     def _used_feed_forward(self, layer: int) -> int:
-        """Feed-forward size that a token uses in this layer, over all its experts."""
+        """Feed-forward size that a token uses in this layer; sum over the token's experts."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
@@ -232,7 +233,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """Build the architecture; missing fields get transformers' defaults."""
+    """Build an HfConfig from config.json's fields; missing ones get transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")

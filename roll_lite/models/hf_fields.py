@@ -1,7 +1,5 @@
-"""Check the fields of config.json. Unknown fields are refused, since they might change the model.
-
-Known fields are those of transformers' config classes and of published models. A field is ignored only if engines ignore it too; they read
-more fields than transformers (vLLM: is_causal, layer_types)."""
+"""Check the fields of config.json. Unknown fields are refused, since they might change the model. A field is ignored only if engines ignore
+it too: they read more fields than transformers (vLLM: is_causal, layer_types)."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ READ_OF_EXPERTS = _names(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     router_aux_loss_coef output_router_logits"""
 )
-"""Fields of models with experts. The last two are ignored: balance_coef sets the load-balancing loss."""
+"""Fields of models with experts. The last two are ignored: roll_lite's balance_coef sets the load-balancing loss."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
@@ -51,7 +49,7 @@ OF_FILES = _names(
     cross_attention_hidden_size output_attentions output_hidden_states return_dict use_return_dict torchscript tf_legacy_loss
     use_bfloat16 tokenizer_class prefix task_specific_params finetuning_task unsloth_fixed unsloth_version is_llama_config"""
 )
-"""Ignored fields: about files, training, and transformers itself."""
+"""Ignored fields: about files, training, and transformers' implementation."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
 """Ignored fields of classifiers; config/checks/scoring_models.py checks reward models."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
@@ -70,9 +68,9 @@ WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
-"""Supported suffixes of an architecture's name."""
+"""Supported endings of an architecture's class name."""
 POLICY_HEADS = ("ForCausalLM",)
-"""Architectures that generate text. Engines would load others, but without generation."""
+"""Endings of architectures that generate text. Engines would load others, but without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -82,7 +80,7 @@ _ROPE_FIELDS = {
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
-    """Yield a message per unsupported field. `heads`: allowed suffixes of the architecture's name."""
+    """Yield a message per unsupported field. `heads`: allowed endings of the architecture's class name."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]
@@ -126,8 +124,8 @@ def architecture(family: str, head: str) -> str:
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes rope_parameters, earlier
-    versions rope_theta and rope_scaling."""
+    """Return RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes them to rope_parameters, earlier
+    versions to rope_theta and rope_scaling."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for name, given in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(given, Mapping):
@@ -174,7 +172,6 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers' defaults for missing RoPE settings."""
     filled = {name: value for name, value in fields.items() if value is not None and name != "type"}
     return {
         **filled,

@@ -25,7 +25,7 @@ _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
 """Dtype -> (mask of the exponent bits, all set in NaN and infinity; bytes per number)."""
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of ignored tensors: old checkpoints store them, but models compute them."""
+"""Endings of ignored tensors: old checkpoints store them, but models compute them."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ ZERO_ROWS_SHOWN = 5
 
 
 def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
-    """Warn if embeddings of these tokens are zero, since a norm multiplies their gradient by up to a thousand. `where`: completes the
-    message."""
+    """Return a warning if embeddings of these tokens are zero, since a norm then multiplies their gradient by up to a thousand. `where`:
+    text in the warning that says where the tokens occur."""
     try:
         zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
     except (ValueError, KeyError):  # reported when the weights are loaded
@@ -143,7 +143,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """Return a message if the stored tensors do not fit the model. `head`: name of the head's tensor."""
+    """Return a message if the stored tensors do not fit the model. `head`: name of the output layer's tensor."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]
@@ -161,7 +161,7 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
 
 
 def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
-    """Return a message if the model does not use some tensors. An unused language-model head is allowed."""
+    """Return a message if some tensors do not belong to the model. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
     if not unknown:
@@ -171,7 +171,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Return a message if a tensor contains NaN or infinity. Reads only the first numbers of the first tensors."""
+    """Return a message if a tensor contains NaN or infinity. Only the first numbers of the first tensors are read."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -185,7 +185,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message for a wrong shape or dtype. `by`: source of the wanted shape."""
+    """Return a message if shape or dtype is wrong. `by`: source of the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -252,7 +252,6 @@ def chat_templates(folder: Path) -> list[str]:
 
 
 def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
-    """Read vocabulary and added tokens from tokenizer.json; None without this file."""
     file = folder / "tokenizer.json"
     if kind_of(file) is None:
         return None
@@ -267,7 +266,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Hash the vocabulary, independent of tokenizer.json's formatting."""
+    """Hash the vocabulary of tokenizer.json, whatever its formatting; without this file, hash all tokenizer files."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())

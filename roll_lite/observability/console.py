@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll_lite.observability.health import Finding
-from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, largest_k
+from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, Results, largest_k
 from roll_lite.observability.timers import OTHER, STEP
 
 PLAIN_WIDTH = 100
@@ -165,9 +165,37 @@ class RunConsole:
         for finding in findings:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
-    def closing_line(self, steps: int, resumed_after: int, seconds: float, folder: Path) -> None:
+    def evaluation(self, results: Results) -> None:
+        """Show a row for each domain, each part of it, and all domains."""
+        overall = results[OVERALL]
+        k = largest_k(f"validation/{name}" for name in overall)
+        shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]
+        scores = [name for name in ("reward", f"best@{k}") if name in overall]
+        counts = ["prompts", "samples", *(["failed"] if overall.get("failed") else [])]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("held-out")
+        for title in ("accuracy", "±", *shares, *scores, "truncated", "tokens", *counts):
+            table.add_column(title, justify="right")
+        for name, of in [*(one for one in results.items() if one[0] != OVERALL), (OVERALL, overall)]:
+            domain, _, part = name.partition("/")
+            if name == OVERALL:
+                table.add_section()
+            table.add_row(
+                Text(f"  {part}" if part else domain),
+                *(_percent(of.get(share), 1) for share in ("accuracy", "accuracy_error", *shares)),
+                *(_score(of.get(score)) for score in scores),
+                _percent(of.get("truncated"), 1),
+                _thousands(of.get("response_tokens")),
+                *(f"{of[count]:.0f}" if count in of else "" for count in counts),
+                style="bold" if name == OVERALL else "",
+            )
+        self._console.print(table)
+        self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
+
+    def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
+        """Show what was done. `steps`: None after an evaluation."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
-        self.message(f"{done} in {_duration(seconds)}; everything is in {folder}")
+        self.message(f"{'evaluated' if steps is None else done} in {_duration(seconds)}; everything is in {folder}")
 
     def _accuracy_table(self, accuracy: Accuracy, held_out: BeforeAfter) -> None:
         table = Table(box=box.SIMPLE_HEAD, title="held-out accuracy", title_style="bold", pad_edge=False)

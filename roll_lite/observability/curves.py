@@ -25,7 +25,7 @@ Records = Mapping[int, Mapping[str, float]]
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Write the picture atomically; return None without metrics."""
+    """Draw curves into the file `path`, replaced atomically. Return None without metrics."""
     if not any(records.values()):
         return None
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
@@ -150,7 +150,6 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(label, metric prefix, colour) of each curve; a single domain has no overall curve."""
     own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Consecutive steps with a sign until it is reported."""
+"""Consecutive steps that must show a sign before it is reported."""
 GROUPS = 12
-"""Minimum sample groups in these consecutive steps to report a single domain: in a few small groups, equal scores may be chance."""
+"""Minimum sample groups, over the steps that show a sign, to report it for a single domain: in fewer groups, equal scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy has collapsed."""
@@ -45,8 +45,8 @@ class RunHealth:
     """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: advantages compare a prompt's samples, so that equal scores teach nothing. `domains`: several are also checked
-        alone."""
+        """Take `compares_groups`: True if equal scores of a prompt's samples teach nothing. Several `domains` are also checked one by
+        one."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

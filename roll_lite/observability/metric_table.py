@@ -107,13 +107,20 @@ METRICS: dict[str, Metric] = {
         "Share of votes of k samples of a held-out prompt whose most frequent answer is correct; ties count as their mean. A prompt has "
         "n // k votes, of its samples in order. Only for rewards that read an answer; samples without one do not vote.",
     ),
+    "validation/accuracy_error": by_domain(
+        LAST, "share", "Standard error of validation/accuracy; samples of a prompt count as one draw (clustered by prompt)."
+    ),
+    "validation/prompts": by_domain(SUM, "prompts", "Held-out prompts with a scored sample."),
+    "validation/samples": by_domain(SUM, "samples", "Held-out samples with a score."),
     "validation/response_tokens": by_domain(MEAN, "tokens", "Response length of held-out samples."),
+    "validation/truncated": by_domain(MEAN, "share", "Held-out samples cut at max_tokens."),
     "validation/failed": by_domain(SUM, "samples", "Held-out samples that failed permanently; no mean includes them."),
     "validation/version_min": Metric(MIN, "", "Oldest weight version that sampled a token of held-out samples."),
     "validation/version_max": Metric(
         MAX, "", "Newest such version; above the oldest if weights were updated while validation ran in parallel with training."
     ),
     "validation/seconds": Metric(LAST, "s", "Time from the start of a validation to its last score."),
+    "validation/tokens_per_second": Metric(LAST, "tokens/s", "Response tokens per second of a validation, over all engines."),
     # rollouts
     "rollout/requested": by_domain(SUM, "groups", "Sample groups planned for the batch, by the domains' shares."),
     "rollout/groups": by_domain(SUM, "groups", "Sample groups in the batch."),
@@ -276,6 +283,10 @@ METRICS: dict[str, Metric] = {
     "log_probs/tflops": replace(TFLOPS, by="role"),
     "log_probs/mfu": replace(MFU, by="role"),
     # memory
+    "ranks/slowest_seconds": Metric(MAX, "s", "Time of the slowest training rank in a phase.", by="role/phase"),
+    "ranks/fastest_seconds": Metric(
+        MIN, "s", "Time of the fastest training rank in a phase; the others may wait for the slowest.", by="role/phase"
+    ),
     "memory/allocated_megabytes": Metric(MAX, "MB", "Peak of the GPU memory allocated by torch, on the fullest rank.", by="role/phase"),
     "memory/reserved_megabytes": Metric(
         MAX, "MB", "Peak of the GPU memory that torch has reserved, allocated or cached, on the fullest rank.", by="role/phase"

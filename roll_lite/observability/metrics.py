@@ -26,7 +26,8 @@ ALL_DOMAINS = ""
 
 
 def flat_name(series: Series) -> str:
-    """Name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or `<name>`."""
+    """Return the name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or
+    `<name>`."""
     name, label = series
     if label is None:
         return name
@@ -40,8 +41,11 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value; for means, a sum over `count` items. `label`: domain, phase or role, as the metric's `by` demands; ALL_DOMAINS for a
-        value over all domains. `part`: reward term or subset of the domain's samples; add the whole domain's value in a separate call."""
+        """Add a value; for a mean, give the sum and the `count` of its items.
+
+        `label`: domain, phase or role, whichever the metric's `by` names; ALL_DOMAINS: all domains. `part`: a reward term or subset of the
+        domain's samples, not counted in the domain's value, which needs its own call.
+        """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":
             self._put((name, None), float(value), count)
@@ -57,8 +61,11 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add a loss function's sums for one optimizer step, with each mean's `Metric.denominators`. `<name>#<number>` is
-        the sum for `domains[number]`; domains without rows are left out."""
+        """Add a loss function's sums for one optimizer step.
+
+        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all. For a mean, `sums` must also hold its number of items
+        (`Metric.denominators`); means over 0 items are skipped.
+        """
         for key, value in sums.items():
             name, mark, number = key.partition("#")
             metric = metric_of(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -12,10 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from roll_lite.files import write_whole
+from roll_lite.hub import written
 from roll_lite.observability.health import Finding
+from roll_lite.observability.run_folder import CONFIG_FILE
 
 OVERALL = "overall"
 SUMMARY_FILE = "summary.json"
+EVALUATION_FILE = "evaluation.json"
+"""Results of `mode: evaluate`."""
 HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)", re.DOTALL)
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
@@ -34,7 +39,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""`overall`, domain, or part of a domain (`math/level:5`) -> metrics."""
+"""Metrics by what they cover: `overall`, a domain, or a domain's samples with one value of its `report_by` column (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
@@ -43,6 +48,22 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
         if (known := HELD_OUT.fullmatch(name)) is not None:
             change.setdefault(known["where"] or OVERALL, {})[known["metric"]] = {"before": before.get(name), "after": after.get(name)}
     return change
+
+
+Results = dict[str, dict[str, float]]
+"""`overall`, a domain, or a part of a domain -> its metrics."""
+
+
+def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) -> Results:
+    """Write evaluation.json, and return its results."""
+    results: Results = {OVERALL: {}}
+    for name, value in metrics.items():
+        if (known := HELD_OUT.fullmatch(name)) is not None and not known["metric"].startswith("version"):
+            results.setdefault(known["where"] or OVERALL, {})[known["metric"]] = value
+    config = hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()
+    evaluation = {"model": written(model), "config_sha256": config, "results": results}
+    write_whole(folder / EVALUATION_FILE, json.dumps(_with_nulls(evaluation), indent=2, allow_nan=False) + "\n")
+    return results
 
 
 def largest_k(metrics: Iterable[str]) -> int | None:

@@ -23,7 +23,7 @@ from roll_lite.files import kind_of, remote_folder, try_store
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
-"""File names that belong to one step."""
+"""Matches names of files and folders that belong to one step."""
 LATEST = "latest"
 
 
@@ -81,8 +81,10 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what the resumed run writes again: steps after `step`, and validations from `step` on. `files`: JSON lines to cut. `folders`:
-    also remove these steps' files and folders."""
+    """Remove what a resumed run writes again: steps after `step`, and validations from `step` on.
+
+    `files`: JSON-lines files to cut. `folders`: also remove these steps' own files and folders.
+    """
     for name in files:
         if not (folder / name).exists():
             continue

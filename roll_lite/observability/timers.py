@@ -17,11 +17,27 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
+class Span:
+    """Time in a phase of the driver or, with `role` and `rank`, of a training rank."""
+
+    name: str
+    start: float
+    """Wall clock of the span's node."""
+    seconds: float
+    parent: str = ""
+    """Name of the driver's span around it; empty for the step."""
+    role: str = ""
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
 class StepTimes:
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds of the outermost phases, in order of their first start."""
     inner: dict[str, float] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
+    """The step and its phases, outer ones first."""
 
     @property
     def other(self) -> float:
@@ -39,6 +55,7 @@ class StepTimers:
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
         self._totals: dict[str, float] = {}
+        self._spans: list[Span] = []
         self._started = clock()
         self.last = StepTimes()
 
@@ -46,8 +63,8 @@ class StepTimers:
     def step(self) -> Iterator[None]:
         """Time a step. A failed step keeps its times so far."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
-        self._running = {}
-        start = self._clock()
+        self._running, self._spans = {}, []
+        start, since = self._clock(), time.time()
         try:
             yield
         finally:
@@ -56,6 +73,7 @@ class StepTimers:
                 total=total,
                 phases={path: s for path, s in seconds.items() if "/" not in path},
                 inner={path: s for path, s in seconds.items() if "/" in path},
+                spans=(Span(STEP, since, total), *sorted(self._spans, key=lambda span: span.name.count("/"))),
             )
 
     @contextmanager
@@ -65,7 +83,7 @@ class StepTimers:
         path = "/".join(self._open)
         if self._running is not None:
             self._running.setdefault(path, 0.0)  # the order of a step's phases is that of their starts
-        start = self._clock()
+        start, since = self._clock(), time.time()
         try:
             with self.around(name):
                 yield
@@ -74,6 +92,7 @@ class StepTimers:
             self._open.pop()
             if self._running is not None:
                 self._running[path] += seconds
+                self._spans.append(Span(path, since, seconds, "/".join(self._open) or STEP))
             if not self._open:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 

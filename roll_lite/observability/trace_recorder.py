@@ -6,14 +6,18 @@ import torch
 
 
 class TraceRecorder:
-    """Records the starting thread with its backward passes, and all GPU kernels of the process. Failures are returned, not raised: they
-    must not end a run."""
+    """Profiler of the thread that starts it, with its backward passes, and of all GPU kernels of the process.
+
+    Failures are returned, not raised: they must not end a run.
+    """
 
     _recording: torch.profiler.profile | None = None
 
     def trace(self, file: str | Path | None) -> str:
-        """Start a recording or, with a file, end it and write a Chrome trace. Returns the failure, or an empty text. A start drops an
-        unfinished recording."""
+        """Start a recording or, with a file, end it and write a Chrome trace. Return the failure, or an empty text.
+
+        A start drops an unfinished recording.
+        """
         recording, self._recording = self._recording, None
         try:
             if recording is not None:

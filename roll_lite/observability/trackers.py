@@ -8,18 +8,31 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from uuid import uuid4
 
 from roll_lite.config.problems import without_secrets
 from roll_lite.config.schema.run import TrackerConfig
+from roll_lite.observability.metric_table import METRICS
+from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
 """Ids of this run at tracking services, also stored in checkpoints. A run that resumes this run continues under them."""
+
+
+SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
+DOMAIN = itemgetter("domain")
+LONGEST_TEXT = 8000
+"""Maximum characters of a text in a table of samples."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,21 @@ class Tracker(ABC):
 
     run_id: str | None = None
     """The service's id of this run, for resuming."""
+    samples_per_domain = 0
+    """Number of samples per domain that `samples` gets."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step. Later calls for the same step add other metrics."""
+
+    def spans(self, step: int, spans: Sequence[Span]) -> None:  # noqa: B027
+        """Log a step's phases and those of its training ranks. Optional."""
+
+    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
+        """Log some samples, each with SAMPLE_COLUMNS. `kind`: "step" or "validation". Optional."""
+
+    def picture(self, file: Path) -> None:  # noqa: B027
+        """Log the curves as a picture, at the end of the run. Optional."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
@@ -73,6 +97,15 @@ class TensorBoardTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+        for domain, own in groupby(sorted(records, key=DOMAIN), DOMAIN):
+            self._writer.add_text(f"samples/{kind}/{domain}", "\n\n---\n\n".join(map(as_markdown, own)), step)
+
+    def picture(self, file: Path) -> None:
+        from matplotlib.image import imread
+
+        self._writer.add_image("curves", imread(file), dataformats="HWC")
 
     def close(self, exit_state: str = "completed") -> None:
         self._writer.close()
@@ -107,6 +140,16 @@ class Trackers(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
 
+    def spans(self, step: int, spans: Sequence[Span]) -> None:
+        self._each(lambda tracker: tracker.spans(step, spans))
+
+    def show_samples(self, step: int, kind: str, file: Path) -> None:
+        """Log samples of a file in samples/."""
+        self._each(lambda tracker: tracker.samples(step, kind, some_samples(file, tracker.samples_per_domain)))
+
+    def picture(self, file: Path) -> None:
+        self._each(lambda tracker: tracker.picture(file))
+
     def close(self, exit_state: str = "completed") -> None:
         self._each(lambda tracker: tracker.close(exit_state))
 
@@ -121,8 +164,8 @@ class Trackers(Tracker):
 
 # ---------------------------------------------------------------- services
 
-# Weights & Biases, MLflow and SwanLab get metrics and settings only: no command line, environment, source code or output. Their own modes
-# (`mode: offline`, `tracking_uri: sqlite:///...`) decide whether data leaves the machine.
+# Weights & Biases, MLflow and SwanLab get metrics, settings, some samples and the curves; not command line, environment, source code or
+# output. Their own modes (`mode: offline`, `tracking_uri: sqlite:///...`) decide whether data leaves the machine.
 
 STEP = "step"
 MLFLOW_BATCH = 100
@@ -156,6 +199,17 @@ class WandbTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **_finite(metrics)})
+
+    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        rows = [[record.get(column) for column in SAMPLE_COLUMNS] for record in records]
+        self._run.log({STEP: step, f"samples/{kind}": wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows, allow_mixed_types=True)})
+
+    def picture(self, file: Path) -> None:
+        import wandb
+
+        self._run.log({"curves": wandb.Image(str(file))})
 
     def close(self, exit_state: str = "completed") -> None:
         if self._open:
@@ -192,6 +246,13 @@ class MlflowTracker(Tracker):
         for start in range(0, len(values), 10 * MLFLOW_BATCH):
             self._client.log_batch(self.run_id, metrics=values[start : start + 10 * MLFLOW_BATCH])
 
+    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+        columns = {column: [record.get(column) for record in records] for column in SAMPLE_COLUMNS}
+        self._client.log_table(self.run_id, columns, f"samples/{kind}_{step:06d}.json")
+
+    def picture(self, file: Path) -> None:
+        self._client.log_artifact(self.run_id, str(file))
+
     def close(self, exit_state: str = "completed") -> None:
         if self._open:
             self._open = False
@@ -214,12 +275,106 @@ class SwanLabTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(_finite(metrics), step=step)
 
+    def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+        import swanlab
+
+        texts = [swanlab.Text(as_markdown(record), caption=record["domain"]) for record in records]
+        self._run.log({f"samples/{kind}": texts}, step=step)
+
+    def picture(self, file: Path) -> None:
+        import swanlab
+
+        self._run.log({"curves": swanlab.Image(str(file))})
+
     def close(self, exit_state: str = "completed") -> None:
         if self._open:
             self._open = False
             states = {"completed": "success", "interrupted": "aborted"}
             state = states.get(exit_state, "crashed")
             self._run.finish(state=state, error=exit_state if state == "crashed" else None)
+
+
+class PrometheusTracker(Tracker):
+    """Serves the newest metrics on a port of the driver's node."""
+
+    def __init__(self, run: TrackedRun, port: int = 9464, address: str = "127.0.0.1") -> None:
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+
+        self._registry = CollectorRegistry()
+        self._gauge = partial(Gauge, labelnames=("experiment", "domain"), registry=self._registry)
+        self._gauges: dict[str, Any] = {}
+        self._experiment = run.experiment
+        self._server, self._thread = start_http_server(port, address, self._registry)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for metric, value in {STEP: step, **metrics}.items():
+            of_domain = re.fullmatch("domain/(.+?)/(.+)", metric)
+            domain, metric = of_domain.groups() if of_domain else ("", metric)
+            name = "roll_lite_" + re.sub(r"\W", "_", metric)
+            if name not in self._gauges:
+                self._gauges[name] = self._gauge(name, METRICS[metric].description if metric in METRICS else metric)
+            self._gauges[name].labels(self._experiment, domain).set(value)
+
+    def close(self, exit_state: str = "completed") -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class OpenTelemetryTracker(Tracker):
+    """Sends a trace per step by OTLP over HTTP: the driver's phases, and within them those of training ranks."""
+
+    def __init__(self, run: TrackedRun, **args: Any) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        facts = {"service.name": "roll_lite", "experiment": run.experiment, "run": run.folder.name}
+        self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(**args)))
+        self._tracer = self._provider.get_tracer("roll_lite")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def spans(self, step: int, spans: Sequence[Span]) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        sent: dict[str, Any] = {}
+        for span in spans:
+            parent = sent.get(span.parent)
+            one = self._tracer.start_span(
+                span.name,
+                context=None if parent is None else set_span_in_context(parent),
+                start_time=int(span.start * 1e9),
+                attributes={STEP: step, **({} if span.rank is None else {"role": span.role, "rank": span.rank})},
+            )
+            one.end(int((span.start + span.seconds) * 1e9))
+            if span.rank is None:
+                sent[span.name] = one
+
+    def close(self, exit_state: str = "completed") -> None:
+        self._provider.shutdown()
+
+
+def some_samples(file: Path, per_domain: int) -> list[dict[str, Any]]:
+    """Return the first samples of each domain in a file of samples/, with SAMPLE_COLUMNS; empty if there is no such file."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    with suppress(OSError), file.open(encoding="utf-8") as lines:
+        for line in lines if per_domain else ():
+            record = json.loads(line)
+            own = found.setdefault(record["domain"], [])
+            if len(own) < per_domain:
+                values = {column: record.get(column) for column in SAMPLE_COLUMNS}
+                own.append({name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in values.items()})
+    return [record for own in found.values() for record in own]
+
+
+def as_markdown(record: Mapping[str, Any]) -> str:
+    facts = ", ".join(f"{name} {record[name]}" for name in ("score", "correct", "outcome", "answer"))
+    texts = (f"{name}:\n\n{indent(str(record[name]), ' ' * 4)}" for name in ("prompt", "response"))
+    return "\n\n".join([facts, *texts])
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -239,7 +394,13 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 LOCAL: dict[str, Callable[[TrackedRun], Tracker]] = {"jsonl": JsonlTracker, "tensorboard": TensorBoardTracker}
-SERVICES: dict[str, Callable[..., Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker, "swanlab": SwanLabTracker}
+SERVICES: dict[str, Callable[..., Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanLabTracker,
+    "prometheus": PrometheusTracker,
+    "opentelemetry": OpenTelemetryTracker,
+}
 
 
 # ---------------------------------------------------------------- built from the configuration
@@ -265,7 +426,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
-    """`known`: the resumed run's ids at tracking services, which are used again."""
+    """Build a run's trackers. `known`: the resumed run's ids at tracking services, to continue under them."""
     known = known or {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
@@ -275,16 +436,15 @@ def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Map
 
 
 def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
-    if config.name in LOCAL:
-        return LOCAL[config.name](run)
     module, _, name = config.name.rpartition(".")
     try:
-        make = SERVICES.get(config.name) or getattr(import_module(module), name)
+        make = LOCAL.get(config.name) or SERVICES.get(config.name) or getattr(import_module(module), name)
         tracker = make(run, **config.args)
     except Exception as error:  # a process edge: see Trackers
         raise ValueError(f"{path}: {config.name}: {type(error).__name__}: {error}") from error
     if not isinstance(tracker, Tracker):
         raise ValueError(f"{path}.name: {config.name} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
+    tracker.samples_per_domain = config.samples
     return tracker
 
 

@@ -1,5 +1,4 @@
-"""Check in every step that engines and trainer compute the same log-probs for the same tokens: otherwise a run silently trains on
-another policy's samples."""
+"""Check in every step that engines and trainer compute equal log-probs: otherwise a run silently trains on another policy's samples."""
 
 from __future__ import annotations
 
@@ -32,17 +31,18 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean log-prob difference in nats that is ignored as rounding."""
+"""Mean log-prob difference in nats up to which a difference counts as rounding, by precision."""
 STALE_FLOOR = 0.05
-"""Mean log-prob difference in nats that is ignored for samples of older weights."""
+"""FLOOR for samples that older weights generated."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiple of the usual log-prob difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
+"""Multiples of the usual difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
-"""Minimum tokens of an engine for a comparison: single tokens differ much in bfloat16."""
+"""Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Number of earlier steps that define the usual difference: minimum, minimum for samples of older weights, maximum."""
+"""Earlier steps whose median is the usual difference: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most
+MOST_STEPS."""
 Age = tuple[int, int]
-"""Age of a sample: updates since the weights of its oldest token, and since those of its newest."""
+"""Age of a sample: number of weight updates since its oldest token was generated, and since its newest."""
 CURRENT = (0, 0)
 
 
@@ -91,7 +91,7 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean log-prob differences of earlier steps, by age as text (checkpoints are JSON)."""
+        """Mean log-prob differences of earlier steps, by Age as text."""
 
     def accept(self, version: int) -> None:
         self._accepted = version

@@ -1,4 +1,5 @@
-"""Files for examples/recompute.py (docs/recompute.md): start weights, inputs of the losses, samples of skipped updates."""
+"""Files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of the losses, samples of skipped
+updates."""
 
 from __future__ import annotations
 
@@ -29,16 +30,15 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Maximum tokens of a step that `batches.write: auto` writes: some megabytes on disk."""
+"""Maximum tokens of a step with which `batches.write: auto` writes batches: some megabytes on disk."""
 AUTO_STEPS = 500
-"""Number of steps that `batches.write: auto` writes, to limit disk usage."""
+"""Number of first steps that `batches.write: auto` writes, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns that are not written: thousands of numbers per token, which a forward pass can recompute."""
 
 
 class BatchFiles:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """`nodes_without_run_folder`: addresses of nodes that do not share it."""
         self._config = config
         self._folder = run_folder
         self._nodes_without_run_folder = nodes_without_run_folder
@@ -49,7 +49,7 @@ class BatchFiles:
         return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
-        """Save copies of adapters and small start models, and paths of large ones."""
+        """Save the weights that the run starts from: adapters and small models as copies, large models as paths."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -95,7 +95,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of a skipped update, even with `batches.write: never`."""
+        """Write the samples of an update skipped as not finite, even with `batches.write: never`."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN
@@ -158,7 +158,6 @@ def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
 
 
 def most_tokens(config: RunConfig) -> int:
-    """Return an upper bound of a step's tokens."""
     return (
         config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
     )

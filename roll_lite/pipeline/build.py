@@ -1,5 +1,3 @@
-"""Build a run's pipeline from its configuration."""
-
 from __future__ import annotations
 
 import os
@@ -72,7 +70,6 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
 """Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables for torch's allocators; the first has priority."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -112,8 +109,8 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers.
 
-    All members of an NCCL group need equal settings, so trainers follow SGLang. Torch would round trainers' pinned copies up to powers of
-    two and never free them.
+    Members of an NCCL group need equal settings, so trainers get those that SGLang chooses for engines. Trainers also get a limit for
+    cached pinned memory: torch would round pinned copies up to powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -131,7 +128,7 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return the models whose embeddings train, by setting name. LoRA freezes the actor's."""
+    """Return paths of models whose token embeddings are trained, by setting. LoRA freezes the actor's."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
@@ -139,7 +136,7 @@ def trained_embeddings(config: RunConfig) -> dict[str, Path]:
 
 
 def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
-    """Return the rows of `algorithm.ptx`, and warnings about their tokens with zero embeddings."""
+    """Return the rows of `algorithm.ptx` (None if unset), and warnings about their tokens with zero embeddings."""
     ptx, path = config.algorithm.ptx, config.model.path
     if ptx is None or not trains(config):
         return None, []
@@ -260,7 +257,7 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return one slot per replica, and options of its Ray actors on further nodes."""
+        """Return a slot (devices) per engine replica and, for replicas that span nodes, Ray options of actors on further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []
@@ -282,7 +279,7 @@ class Starter:
             config.deterministic,
             engine_slots=strategy.max_running_requests,
             samples_folder=samples,
-            dumps=self.dumps() if config.rollout.dump or not trains(config) else None,
+            dumps=self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None,
             greedy_baseline=greedy,
             reward_models=config.reward_models,
             steps=config.steps,

@@ -22,7 +22,7 @@ SLICE_SECONDS = 0.2
 RUNS = 0.1
 """Fraction of time in which a slowed process runs."""
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
-"""Shell command: a routing rule blocks all traffic that leaves the node for $0 seconds."""
+"""Shell command that blocks all traffic leaving the node for a time of $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
 """Shell command that fails where CUT would: adds and removes a harmless routing rule."""
 
@@ -40,7 +40,7 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """Raise ValueError if `chaos.actions` has `cut` and a node cannot be cut off, or `nodes` (without the driver's) is empty."""
+    """Raise ValueError if `chaos.actions` contains `cut` and one of `nodes` cannot be cut off, or there are none."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:
@@ -112,7 +112,7 @@ def nodes_never_cut() -> set[str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow the process at `place` or a descendant, or cut off its node. `draw` in [0, 1) selects the process."""
+    """Kill, stop or slow the process at `place` or a descendant (`draw` in [0, 1) selects), or cut off its node."""
     if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

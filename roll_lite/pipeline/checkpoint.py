@@ -1,4 +1,4 @@
-"""Checkpoints and the final model. With checkpoint.store, nodes also keep the newest checkpoint, for restarted ranks."""
+"""Save and load checkpoints, export the final model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for one in-memory copy: the old copy stays meanwhile, and recovery.py keeps batches there."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy stays meanwhile, and recovery.py keeps batches there."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -54,12 +54,12 @@ NO_ROOM = (
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait for files of other nodes: a network file system may cache their absence."""
+"""Seconds to wait for files written on other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
 INTERRUPTED_S = 3.0
-"""Timeout in seconds, after an interruption, for ranks to report a checkpoint as written."""
+"""Timeout in seconds, after an interruption, for the ranks' answers whether a checkpoint is written."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """`nodes_without_run_folder`: addresses of nodes that do not share it."""
+        """Take `nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
@@ -122,7 +122,7 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it. `within_s`: timeout for their answers."""
+        """Complete the checkpoint in progress if all ranks have written it."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -230,9 +230,9 @@ class Checkpoints:
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Verify and load `checkpoint.resume`; return the driver's state.
+        """Verify and load `checkpoint.resume`; return the driver's state, None if unset.
 
-        A run that continues in its own folder renames a damaged checkpoint and takes the one before.
+        A run that continues in its folder marks a damaged checkpoint and takes the one before.
         """
         if self._config.checkpoint.source is None:
             return None
@@ -254,11 +254,10 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest complete checkpoint; 0: the start weights."""
         return 0 if self._newest is None else steps_of(self._newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
-        """Copy the ranks' states to their nodes' object stores. Disable copies if room is missing."""
+        """Copy the ranks' states into their nodes' object stores. If they do not fit, make no more copies."""
         saved, copies = self.stateful(models), {}
         room = COPY_SHARE * ray.cluster_resources()["object_store_memory"] / sum(model.ranks.world_size for model in saved.values())
         for role, model in saved.items():
@@ -298,7 +297,10 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged and use the one before. Raise `error` if a resumed run has none of its own."""
+        """Mark the newest checkpoint as damaged; use the run's one before, or the start weights.
+
+        Raise `error` if a resumed run has no other checkpoint of its own.
+        """
         assert self._newest is not None
         with reaching(self._home):
             earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
@@ -320,12 +322,12 @@ class Checkpoints:
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint: the copy on their node if it is in a store."""
+        """Return the folder from which ranks load a checkpoint; for one in a remote store, the copy on their node."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify all checksums, download missing files, and return the checkpoint's state. `copy`: local folder with the state and file
-        list."""
+        """Verify checksums, download missing files, return the checkpoint's state. `copy`: local folder to read state.json and files.json
+        from."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -350,7 +352,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export actor, its average and critic in Hugging Face format."""
+        """Export the actor, its moving average (EMA, if configured) and the critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -360,7 +362,7 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor's weights, or their average, to the reference, through files: the roles' layouts may differ."""
+        """Copy the actor's weights, or their moving average, to the reference. Uses files, since the roles' parallel layouts may differ."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None
@@ -383,7 +385,7 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove the checkpoint if the block fails: a full disk could not record the run's end."""
+    """Remove the checkpoint if the block fails: if the disk stayed full, the run's end could not be recorded."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Files of checkpoints: which one to resume from, whether it is intact, whether it fits the run.
+"""Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
 A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
 (sizes and checksums), written last.
@@ -65,7 +65,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint: `folder` itself or, if it is a run, its newest finished checkpoint or the one that it resumed from.
+    """Choose the checkpoint to resume from: `folder` itself or, if it is a run's folder, the run's newest finished checkpoint, or else the
+    one that the run resumed from.
 
     Raise ValueError if there is none.
     """
@@ -91,7 +92,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with `checkpoint.resume` resolved, and notes on the choice. May raise StoreUnreachable."""
+    """Return the configuration with `checkpoint.resume: auto` replaced by a checkpoint or None, and notes on the choice. May raise
+    StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -141,7 +143,6 @@ def _numbered(run_folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoint: Path) -> int:
-    """Return the step in the checkpoint's name; 0 if it has none."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
 
@@ -162,7 +163,6 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    """Write files.json, after all other files."""
     text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
     (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
 

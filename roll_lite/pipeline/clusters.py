@@ -1,4 +1,4 @@
-"""Models and engines as the pipeline sees them, and their turns on shared devices (config/device_phases.py)."""
+"""Models and engines as the pipeline calls them, and their turns on shared devices (config/device_phases.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class Movable(ABC):
-    """Role whose state is loaded and offloaded in named parts."""
+    """Role (model or engines) whose state can be loaded onto devices and offloaded, in named parts."""
 
     role: ForwardRoleConfig | InferRoleConfig
 
@@ -72,7 +72,7 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote from `nodes` (addresses) to the same folder on the driver's node. `names`: files of each rank."""
+        """Move files that ranks wrote on `nodes` (addresses) to the same folder on the driver's node. `names`: files of each rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,12 +90,12 @@ class Model(Movable, Generic[W]):
         self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """Return shards of about equal cost, one per data parallel rank."""
+        """Divide a batch into shards of about equal cost, one per data parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training: each data parallel rank gets its rows once, and its part of each mini-batch."""
+        """Divide a batch for training: each data parallel rank gets its part of every mini-batch, and only once each row in these parts."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -117,7 +117,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start: engines measure free memory, so those on one GPU start one after the other."""
+    """Number of turns in which engines start: engines measure free memory, so those on one GPU start one by one."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -133,7 +133,7 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the parts that the phase needs and models `also_loaded` inside the block."""
+        """Load the engine memory that a phase needs, for the duration of the block. `also_loaded`: models, with parts, to load too."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -142,7 +142,7 @@ class Engines(Movable):
 
 @dataclass(frozen=True)
 class RewardModels:
-    """Reward models by name. The rollout service calls and loads them."""
+    """Reward models by name. The rollout service, not the driver, calls and loads them."""
 
     clusters: Mapping[str, Cluster[RewardModelWorker]]
     configs: Mapping[str, RewardModelConfig]
@@ -177,7 +177,7 @@ class Models:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_moved(self) -> dict[str, list[Moved]]:
-        """Return loads and offloads since the last call."""
+        """Return what each model's ranks have loaded and offloaded since the last call."""
         return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
 
     def take_work(self) -> dict[str, list[RankWork]]:
@@ -190,12 +190,13 @@ class Models:
 
 
 def lengths(rows: DataProto) -> torch.Tensor:
-    """Return the tokens of each row, prompt and response together."""
+    """Return the number of tokens per row, prompt and response together."""
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
 def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize resident models in parallel with the calls of `start_others`; then initialize and offload the other models one by one."""
+    """Initialize models that stay loaded, in parallel with the calls of `start_others`; then initialize and offload the others one by
+    one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
@@ -207,7 +208,7 @@ def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Return the state groups that every role except the engines loads in this phase. Not for `generate`, where roles differ."""
+    """Return the state groups (weights, ...) that models load in this phase. Fails for `generate`, in which roles load different ones."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -222,8 +223,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role inside the block, and offload them even after a failure. `also_loaded`: other roles, offloaded here only
-    after a failure."""
+    """Load parts of a role for the duration of the block. `also_loaded`: roles to load too; callers offload these, except after a
+    failure."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -236,7 +237,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run the work of all roles; return results in order. A turn starts when no other role is loaded on its devices."""
+    """Run each role's turn (load, work, offload); return results in order. Offloading roles that share devices take turns, others run at
+    once."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

@@ -1,4 +1,4 @@
-"""Log-probs and values of finished groups, computed while the batch is generated (`rollout.stream_log_probs`)."""
+"""Compute log-probs and values of finished sample groups while the rest of the batch is generated (`rollout.stream_log_probs`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class EarlyPass:
-    """Forward passes, one per model, over finished groups of an incomplete batch."""
-
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
 
@@ -64,7 +62,7 @@ class EarlyPasses:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
     def forget(self) -> None:
-        """Drop all passes: their batch or their ranks are gone."""
+        """Drop all passes, because their batch has ended or their ranks were lost."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:
@@ -73,6 +71,6 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return (group, index, branch) of each row, which identify it here and in the whole batch."""
+    """Return (group, index in the group, branch) of each row: its identity, also in the whole batch."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -1,4 +1,4 @@
-"""Engines that start while the run continues: replacements of lost engines, and further ones."""
+"""Start engines during the run: replacements of lost engines, and further ones (`actor_infer.most_replicas`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BUDGET_SECONDS = 3600.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: pending node check, start, and place query."""
+    """Engine that is starting. `calls`: Ray calls for its node check (if any), `initialize` and `place`, in this order."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
@@ -58,7 +58,7 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """Limits: `restarts` of an engine within BUDGET_SECONDS, `start_s` for its start. `follows_drains`: engines leave draining
+        """Take limits: `restarts` per engine within BUDGET_SECONDS, `start_s` seconds for a start. `follows_drains`: engines leave draining
         nodes."""
         self.replicas = engines.replicas
         self._engines = engines
@@ -77,7 +77,6 @@ class EngineRestarts:
         """Engines that failed too often, and the times to try them again."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
-        """Engines that are leaving, and the calls that pass their requests to other engines."""
         self._lost_at: dict[int, float] = {}
         self._restarted: dict[int, list[float]] = {}
 
@@ -139,7 +138,7 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Return True if replacements have started and may get weights; with `offload: true` only if no other engine lives."""
+        """Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
@@ -177,7 +176,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let new engines serve. `version`: version of their weights; None in a run that does not train."""
+        """Let newcomers serve, after they got weights. `version`: of these weights; None in a run that does not train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -189,7 +188,8 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Return why the engine failed to start, hangs or died; None if nothing happened. Sets `start.place` once it has started."""
+        """Return why the engine failed to start, took too long or died; None if nothing happened. Sets `start.place` once it has
+        started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -253,7 +253,7 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Restart an engine. One beyond the first engines (`most_replicas`) waits for free devices on any node."""
+        """Restart an engine. One that joined later (`most_replicas`) gives up its devices and waits for free ones on any node."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

@@ -16,12 +16,10 @@ from roll_lite.pipeline import node_facts, nodes
 @dataclass(frozen=True)
 class JoiningEngines:
     slots: list[Slot]
-    """Slot (devices) of each engine, by engine number."""
     new_slot: Callable[[], Slot]
     drivers: nodes.View
     """Files of the driver's node that must be equal on all nodes."""
     other_nodes: list[str]
-    """Ids of the run's nodes except the driver's."""
 
     def check(self, engine: int) -> ray.ObjectRef:
         """Start a task that fails if the engine's node has other files or versions than the driver's."""
@@ -29,11 +27,11 @@ class JoiningEngines:
         return task.remote(self.drivers, node_facts.installed(), ray.util.get_node_ip_address())
 
     def release(self, engine: int) -> None:
-        """Free the engine's devices, which ends it."""
+        """Free the devices reserved for an engine, which ends the engine."""
         remove_placement_group(self.slots[engine].reserved)
 
     def reserve(self, engine: int) -> None:
-        """Create a slot, so that the engine waits for free devices."""
+        """Give an engine a new slot, so that it waits until devices are free."""
         self.slots[engine] = self.new_slot()
 
     def joined(self, place: Place) -> None:

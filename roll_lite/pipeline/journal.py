@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from ray.exceptions import RayError
 
-from roll_lite.algorithms.at_k import AT_K, SampledPrompts, every_k
+from roll_lite.algorithms.at_k import AT_K, SampledPrompts, accuracy_error, every_k
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
 from roll_lite.config.checks.algorithm import compares_groups
@@ -33,9 +33,19 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.metrics import ALL_DOMAINS, MetricSums
-from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, LivePicture, accuracy_change, held_out_change, write_summary
+from roll_lite.observability.report import (
+    OVERALL,
+    Accuracy,
+    BeforeAfter,
+    LivePicture,
+    Results,
+    accuracy_change,
+    held_out_change,
+    write_evaluation,
+    write_summary,
+)
 from roll_lite.observability.run_folder import continues_in_folder, cut_after, folder_of_checkpoints
-from roll_lite.observability.timers import StepTimers
+from roll_lite.observability.timers import STEP, Span, StepTimers
 from roll_lite.observability.trackers import METRICS_FILE, HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.checkpoint_files import known_tracker_ids, resumption, steps_of
 from roll_lite.pipeline.ledger import Ledger
@@ -51,11 +61,13 @@ FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
-"""File with node and process id of every process of the run."""
+"""File with node and process id of each process."""
+SHOWN_EVERY = 10
+"""Steps between samples that trackers show."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Matches numbers and words with digits, which do not distinguish failures."""
+"""Matches numbers and words with digits, which are ignored when messages are compared."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -86,12 +98,14 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Reports by (place, text without numbers): how often, and the first full text."""
+        """Messages already printed, by (place, text without numbers): count, and full text of the first."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._current = 0
+        self._work: Mapping[str, Sequence[RankWork]] = {}
+        self._evaluation: Results | None = None
+        """Result of `mode: evaluate`."""
         self._shaped: DataProto | None = None
-        """Rows with rewards, until `_write_credit` writes them."""
 
     def connect(self) -> None:
         config, resume = self._config, self._config.checkpoint.source
@@ -108,7 +122,7 @@ class Journal:
     def step(self, number: int) -> Iterator[None]:
         """Collect metrics of step `number` inside the block; write them at its end."""
         self._sums = MetricSums()
-        self._current, self._shaped = number, None
+        self._current, self._shaped, self._work = number, None, {}
         tokens = dict(self._tokens)
         try:
             with self.timers.step():
@@ -127,6 +141,17 @@ class Journal:
         self.console.step(number, metrics)
         for warning in warnings:
             self.console.message(warning, style="yellow")
+        self._trackers.spans(number, [*self.timers.last.spans, *self._rank_spans()])
+        if number % SHOWN_EVERY == 0:
+            self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl")
+
+    def _rank_spans(self) -> Iterator[Span]:
+        around = {span.name.rpartition("/")[2]: span.name for span in self.timers.last.spans}
+        for role, ranks in self._work.items():
+            for rank, phases in enumerate(ranks):
+                for phase, work in phases.items():
+                    for start, seconds in work.runs:
+                        yield Span(f"{role}[{rank}] {phase}", start, seconds, around.get(phase, STEP), role, rank)
 
     def synced(self, transfer: Pushed | None) -> None:
         if transfer is not None:
@@ -141,7 +166,6 @@ class Journal:
                 self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def processes(self) -> None:
-        """Write PROCESSES_FILE if processes have changed since the last call."""
         try:
             members = member_places()
         except RayError:  # a missing table must not fail the step
@@ -168,7 +192,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: causes by engine, of all lost engines. `engines`: total number, lost ones included."""
+        """Report newly lost engines. `causes`: for all engines lost so far, by number. `engines`: total, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -179,7 +203,6 @@ class Journal:
             )
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
-        """Report that a replacement serves, `seconds` after the loss, with weights of `version`."""
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
@@ -222,8 +245,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: workers replaced, by part (reward, environment) and domain. `silences`: seconds without an answer,
-        per lost engine."""
+        """Record a batch. `replaced`: number of replaced workers, by kind (reward, environment) and domain. `silences`: for each lost
+        engine, seconds from its last answer to the loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -332,7 +355,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file, a line per row, unless already written. `advantages`: by sample number."""
+        """Write the step's credit file (rewards and advantages), a line per row, unless already written. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -351,7 +374,7 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record updates of all data parallel ranks, by role. Metric sums are equal on all ranks; peaks are merged."""
+        """Record a step's optimizer updates, by role and data parallel rank. Metric sums are equal on all ranks; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -386,9 +409,13 @@ class Journal:
                 self._sums.add(f"offload/{name}", number, label=role)
 
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
+        self._work = by_role
         for role, ranks in by_role.items():
             for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
                 done = [rank[phase] for rank in ranks if phase in rank]
+                for one in done:
+                    self._sums.add("ranks/slowest_seconds", one.seconds, label=f"{role}/{phase}")
+                    self._sums.add("ranks/fastest_seconds", one.seconds, label=f"{role}/{phase}")
                 for one in done:
                     for kind, size in one.memory.items():
                         self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
@@ -469,26 +496,36 @@ class Journal:
             sums.add("validation/version_min", float(rows.tensor("min_version").min()))
             sums.add("validation/version_max", float(rows.tensor("max_version").max()))
         sums.add("validation/seconds", stats.wall_s)
+        sums.add("validation/tokens_per_second", stats.response_tokens / max(stats.wall_s, 1e-9))
         metrics = sums.values()
         self._note(step, metrics)
-        self.console.validation(step, metrics)
+        if self._config.mode == "evaluate":
+            self._evaluation = write_evaluation(self.folder, self._config.model.path, metrics)
+        else:
+            self.console.validation(step, metrics)
+        self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl")
 
     def close(self, exit_state: str) -> None:
         """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
+        self._trackers.picture(self.folder / CURVES_FILE)
         try:
             from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
 
             write_report(self.folder)
         except Exception as error:  # the run is complete without the report
             self.console.message(f"report.html cannot be written: {type(error).__name__}: {error}")
-        self.console.finish(accuracy, held_out, self.health.findings.values())
+        if self._evaluation is None:
+            self.console.finish(accuracy, held_out, self.health.findings.values())
+        else:
+            self.console.evaluation(self._evaluation)
         for (place, _), (times, first) in self._told.items():
             if times > 1:
                 self.console.message(f"{place}: {times} times as the first time: {first}")
-        self.console.closing_line(self._steps, self._first, self.timers.wall()["total"], self.folder)
+        steps = self._steps if self._evaluation is None else None
+        self.console.closing_line(steps, self._first, self.timers.wall()["total"], self.folder)
         self._trackers.close(exit_state)
 
     # ---------------------------------------------------------------- summary and picture
@@ -527,23 +564,35 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return metrics by domain and part: means over samples; pass@k, best@k, maj@k over prompts with at least k samples."""
+    """Return validation metrics by domain and by value of its `report_by` column: means over samples; pass@k, best@k, maj@k over prompts
+    with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))
+    if len(rows):
+        error = accuracy_error(rows.tensor("group").numpy(), rows.tensor("correct").double().numpy())
+        sums.add("validation/accuracy_error", error, label=ALL_DOMAINS)
     return sums
 
 
 def _held_out_domain(sums: MetricSums, rows: DataProto, samples_per_prompt: int, domain: str) -> None:
     correct, scores = rows.tensor("correct").double().numpy(), rows.tensor("score").double().numpy()
-    means = {"accuracy": correct, "reward": scores, "response_tokens": rows.tensor("response_length").double().numpy()}
-    sampled = SampledPrompts(rows.tensor("group").numpy(), correct, scores, rows.tensor("answer").numpy())
+    lengths, truncated = rows.tensor("response_length").double().numpy(), rows.objects("finish_reason") == FinishReason.LENGTH
+    means = {"accuracy": correct, "reward": scores, "response_tokens": lengths, "truncated": truncated}
+    prompts = rows.tensor("group").numpy()
+    sampled = SampledPrompts(prompts, correct, scores, rows.tensor("answer").numpy())
     worths = {f"{name}@{k}": of(sampled, k) for k in every_k(samples_per_prompt) for name, of in AT_K.items()}
-    numbers: dict[str, int] = {}
-    part = np.array([numbers.setdefault(name, len(numbers)) for name in rows.objects("part").tolist()])
-    everything = np.ones(len(rows), dtype=bool)
-    for name, of_samples in [("", everything), *((name, part == number) for name, number in numbers.items() if name)]:
+    parts: dict[str, list[int]] = {"": list(range(len(rows)))}
+    for row, names in enumerate(rows.objects("parts")):
+        for name in names:
+            parts.setdefault(name, []).append(row)
+    for name, own in sorted(parts.items()):
+        of_samples = np.zeros(len(rows), dtype=bool)
+        of_samples[own] = True
         of_prompts = of_samples[sampled.first]
+        sums.add("validation/prompts", int(of_prompts.sum()), label=domain, part=name)
+        sums.add("validation/samples", len(own), label=domain, part=name)
+        sums.add("validation/accuracy_error", accuracy_error(prompts[own], correct[own]), label=domain, part=name)
         measured = {metric: values[of_samples] for metric, values in means.items()}
         measured |= {metric: values[of_prompts & ~np.isnan(values)] for metric, values in worths.items()}
         for metric, values in measured.items():

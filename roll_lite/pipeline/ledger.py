@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Appends whole lines; a kill may leave the last one incomplete."""
+    """Writes whole lines to ledger.jsonl; a kill may leave the last one incomplete."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record a start or resumption after `step`. `again`: this process went back, so its lines about later steps are void."""
+        """Record a start or resumption after `step`. `again`: this process went back to `step`, so its later lines are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -62,7 +62,7 @@ class Ledger:
         )
 
     def _earlier(self) -> str | None:
-        """Return the folder of the run that this one continues; "." for its own folder."""
+        """Return the folder of the run that this one continues: "." for its own folder, None for a new run."""
         source = self._config.checkpoint.source
         if source is None:
             return None
@@ -97,7 +97,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Return {group id: indices of the samples in the group} for the rows `places`."""
+    """Return {group id: indices of the samples in the group} for the rows at the indices `places`."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):

@@ -24,7 +24,7 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
-"""Clock difference above which the times of ledger and logs mislead."""
+"""Clock difference in seconds from which a warning is shown: times in ledger and logs mislead."""
 LEAST_DISK_GIB = 1.0
 GIB = 1 << 30
 ANSWER_SECONDS = 60.0
@@ -38,7 +38,7 @@ class NodeFacts:
     unreachable: Mapping[str, str]
     """Reasons why nodes cannot be reached, by address."""
     clock_s: float = 0.0
-    """Seconds by which the clock is ahead of the driver's, less the measurement's uncertainty."""
+    """Seconds by which the node's clock is certainly ahead of the driver's; negative: behind."""
 
 
 class Scout:
@@ -52,7 +52,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect the facts. `others`: addresses and ports of the other nodes' scouts."""
+        """Collect this node's facts, and try to connect to the other nodes' scouts. `others`: their addresses and ports."""
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
@@ -92,7 +92,7 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     by_address = {addresses[node]: own for node, own in facts.items()}
     roles = {addresses[node]: own for node, own in on_node.items()}
-    tell(table(by_address, roles))
+    tell(table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
     for warning in warnings(by_address):
         tell(warning)
     if problems := list(differences(by_address, roles)):
@@ -151,15 +151,16 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
             yield f"node {address}: {own.disk_gib:.1f} GiB are free where the run writes"
 
 
-def table(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> str:
+def table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells by column and address."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions
-    lines = [("node", "roles", *differing, "memory free", "disk free", "clock")]
+    lines = [("node", *columns, *differing, "memory free", "disk free", "clock")]
     for address, own in facts.items():
         versions = (own.versions.get(name, "none") for name in differing)
         amounts = f"{own.memory_gib:.0f} GiB", f"{own.disk_gib:.0f} GiB", f"{own.clock_s:+.1f} s"
-        lines.append((address, ", ".join(sorted(roles[address])) or "driver", *versions, *amounts))
+        lines.append((address, *(cells[address] for cells in columns.values()), *versions, *amounts))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     same = ", ".join(f"{name} {common[name]}" for name in installed if name not in differing)
     rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)

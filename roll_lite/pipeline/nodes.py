@@ -42,8 +42,7 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the folder's files on this node, by name; for a checkpoint only sizes, since loading verifies
-        checksums."""
+        """Return fingerprints of the folder's files on this node, by name; for a checkpoint sizes, since loading verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -69,7 +68,7 @@ class View:
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
     """Return addresses of nodes with training ranks that do not share the run folder.
 
-    Raise ValueError if the driver would miss files of ranks, or if nodes hold different files at one path.
+    Raise ValueError if the driver needs files that these ranks write, or if nodes hold different files at one path.
     """
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
@@ -128,7 +127,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 def looked_at(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return the view of each node, by id. Nodes that share the run folder answer the driver's probe file with a file beside it."""
+    """Return what each node sees, by node id. A node that shares the run folder answers the driver's probe file with a file beside it."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

@@ -1,8 +1,7 @@
-"""Recovery after the loss of a training rank or of the rollout service.
+"""Recover after the loss of a training rank or of the rollout service.
 
-A training role restarts from the newest checkpoint or in-memory copy, and trains again on the batches that the driver has kept. The service
-restarts in its state after the last step, without kept batches; if updates were in progress, the run repeats the steps since the
-checkpoint.
+Training roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches kept by the driver. The service restarts
+in its state after the last step, without kept batches: if an update was in progress, the run repeats all steps since the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ STORE_SHARE = 0.5
 
 
 class Recoverable(Protocol):
-    """Methods of the pipeline that recovery calls."""
-
     steps_done: int
     version: int
     validation: Validations
@@ -68,15 +65,14 @@ class Recovery:
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
-        """Driver state after the last step, or at the start before the first."""
+        """Driver state after the last complete step."""
         self.source_state: dict[str, Any] = {}
-        """Batch source state after the last step."""
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False while an update may have changed weights since the last complete step."""
+        """False from the start of an update to the end of its step: some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
-        """True while the run goes back to an earlier step."""
+        """True while the run goes back to repeat whole steps."""
         self._validation: int | None = None
         """Step of a validation that was lost with the service, until it runs again."""
 

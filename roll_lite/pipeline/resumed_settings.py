@@ -51,8 +51,8 @@ TABLE: Mapping[Effect, tuple[str, ...]] = {
         *("domains.*.data.validation", "domains.*.data.validation_preset", "domains.*.data.report_by", "domains.*.validation_sampling"),
     ),
 }
-"""Settings by effect of a change; the first match counts. An entry covers all settings below it, `*` any name, NEXT_STEP all other
-settings."""
+"""Settings by effect of a change; the first match counts. An entry covers all settings below it; `*` matches any name. NEXT_STEP: also
+settings not listed."""
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,9 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step; the KL measured in it updates the next step's."""
+        """KL coefficients used in this step; the KL that it measures updates them for the next step."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer, deferred to the end of the step with `on_mismatch: pause`."""
+        """Call that compares engines and trainer at the end of the step (`on_mismatch: pause`)."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -91,6 +91,8 @@ class RLVRPipeline:
         self.recovery.begin(self.state_dict())
         if not self.checkpoints.continues_in_folder or self.validation_is_due:  # a run that continues in its folder validates only when due
             self.recovery.survive(self, self.validate)
+        if self.config.mode == "evaluate":
+            return
         with self.checkpoints.finished(), faults(self.config.chaos, self.journal.console.message):
             try:
                 self.train_and_export()
@@ -446,6 +448,7 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return the mean over all domains' tokens, from sums and token counts by domain."""
+    """Return a metric's mean over all domains' tokens. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
+    i."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

@@ -166,7 +166,8 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, which records the run's end; later signals interrupt the clean-up."""
+        """Ignore signals while the caller records, inside the block, how the run ended. Signals after the block raise KeyboardInterrupt
+        again and so interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False

@@ -1,4 +1,4 @@
-"""Rewards and masks of samples, computed from row columns on the driver."""
+"""Compute rewards and masks of samples on the driver, from columns of the batch."""
 
 from __future__ import annotations
 

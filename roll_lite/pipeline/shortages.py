@@ -1,4 +1,4 @@
-"""Shortages of files, shared memory or memory on a machine: checked before a run, named with its failure."""
+"""Detect a lack of open files, shared memory or memory: before a run, and as likely cause of its failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_SHARED = 16 << 20
 """Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
 
 
-def check_machine(_config: RunConfig) -> Iterator[Problem]:
+def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ray raises the soft limit to this one
     if 0 <= files < LEAST_FILES:
         yield Problem("ulimit -n", f"a run needs {LEAST_FILES} or more open files; raise the hard limit (ulimit -Hn 65536)", files)
@@ -50,7 +50,6 @@ class Shortages:
 
 
 def killed_for_memory() -> int:
-    """Return the number of processes that the kernel killed for lack of memory; 0 if unknown."""
     with suppress(OSError):
         if found := re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE):
             return int(found[1])

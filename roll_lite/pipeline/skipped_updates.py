@@ -1,4 +1,5 @@
-"""Optimizer steps skipped because loss or gradient was not finite: the first of each series, and too long series."""
+"""Count optimizer steps skipped because loss or gradient was not finite. Report the first of each series of skips; a too long series ends
+the run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ SECTIONS = {"actor": "actor_train", "critic": "critic"}
 
 
 class NotFinite(RuntimeError):
-    """Too many updates in a row were skipped."""
+    """Error: too many updates in a row were skipped."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """Record updates of all data parallel ranks, by role. Return those that begin a series of skipped updates."""
+        """Count a step's updates, by role and data parallel rank. Return skipped updates that begin a series."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, SkippedSeries())

@@ -35,14 +35,15 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(ABC):
-    """Source of batches. Defaults suit a source without engines and state."""
+    """Source of batches. The default methods suit a source without engines and state."""
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in this state. Prompts taken after it start again."""
+        """Restart the rollout service in an earlier state: prompts that it started later start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine parts that the phase needs inside the block; also the trainer's weights if the engines lack `version`."""
+        """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if engines
+        lack `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -69,7 +70,7 @@ class BatchSource(ABC):
         """Restore the state, and continue the samples in `unfinished` (a checkpoint's file)."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return the checkpoint file of samples that were unfinished in `state`; b"" if none. `within_s`: timeout."""
+        """Return the checkpoint file of samples unfinished in `state`; b"" if none. `within_s`: timeout."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -155,7 +156,7 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. Raise the loss of a training rank at once or, if engines offload, when they are done."""
+        """Wait for a batch or validation. Raise the loss of a training rank at once; if engines offload, only when they are done."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -197,7 +198,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Send weights to started replacements, and let them serve. `version`: the trainer's weight version."""
+        """Report lost engines. Send weights to started replacements, and let them serve."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -271,7 +272,7 @@ class Validations:
         """Step of the running or else the last validation."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation, to be reported under `step`, then call `wait`. `version`: the trainer's weight version."""
+        """Start a validation, to be reported under `step`, then call `wait`."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}

@@ -25,7 +25,7 @@ NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
 """Settings whose folders must outlive the job."""
 CLOSING_S = 60
-"""Seconds for ending a run, besides `checkpoint.on_sigterm_s`, before Ray kills it."""
+"""Seconds that a stopped run has, in addition to `checkpoint.on_sigterm_s`, before Ray kills it."""
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.problems import hidden
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.observability.report import OVERALL, SUMMARY_FILE
+from roll_lite.observability.report import EVALUATION_FILE, OVERALL, SUMMARY_FILE
 
 INTERRUPTED, PREEMPTED = 130, 75
 
@@ -26,14 +27,14 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` with each choice's overrides until one is interrupted; return the first exit code that is not 0."""
+    """Run `command` once per choice, with its overrides, until a run is interrupted. Return the first exit code that is not 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))
         sys.stderr.write(f"run {number} of {len(choices)}: {settings}\n")
         started = time.monotonic()
         before = _latest(choice.config)
-        codes.append(_run([*command, *choice.overrides]))
+        codes.append(run_forwarding_signals([*command, *choice.overrides]))
         folder = _latest(choice.config)
         end, accuracy = _summary(folder) if folder is not None and folder != before else ("did not start", "")
         seconds = f"{time.monotonic() - started:.0f}"
@@ -44,9 +45,9 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal."""
-    with subprocess.Popen(command) as process:
+def run_forwarding_signals(command: Sequence[str], **options: Any) -> int:
+    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal. `options`: of subprocess.Popen."""
+    with subprocess.Popen(command, **options) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             while True:
@@ -69,5 +70,6 @@ def _summary(folder: Path) -> tuple[str, str]:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "no summary", ""
-    shares = [summary["accuracy"][OVERALL][when] for when in ("before", "after")]
+    times = ("before",) if (folder / EVALUATION_FILE).exists() else ("before", "after")
+    shares = [summary["accuracy"][OVERALL][when] for when in times]
     return str(summary["exit"]), " -> ".join("?" if share is None else f"{share:.1%}" for share in shares)

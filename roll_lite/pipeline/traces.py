@@ -19,7 +19,6 @@ class Traces:
     journal: Journal
     steps: Collection[int] = ()
     nodes_without_run_folder: Collection[str] = ()
-    """Addresses of nodes that do not share it."""
 
     def start(self, step: int) -> None:
         if step in self.steps:

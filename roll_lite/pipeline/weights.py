@@ -1,8 +1,4 @@
-"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes.
-
-Replacement of a lost engine: `EngineRestarts.tend` starts it, `take` makes it a newcomer, `push` or `send_to_newcomers` sends weights,
-`hand_over` lets it serve.
-"""
+"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ class WeightSync:
         expert_parallel: int = 1,
         drops_weights: bool = False,
     ) -> None:
-        """Settings of the engines: `dtype`, `expert_parallel`, `drops_weights` (dropped between updates, so every `push` sends them)."""
+        """Take `drops_weights`: True if engines drop weights between updates, so that every `push` sends them."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -65,7 +61,6 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Transfer plan of the present connections; None before connecting."""
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
         """Version last sent; None before the first `push`, which also sends start weights."""
@@ -86,7 +81,6 @@ class WeightSync:
         return self.send_to_newcomers(version)
 
     def send_to_newcomers(self, version: int) -> Pushed | None:
-        """Send weights to newcomers while the other engines generate."""
         return self._send(version, lambda: self._restarts.newcomers) if self._restarts.newcomers else None
 
     def _send(self, version: int, engines: Callable[[], list[int]]) -> Pushed | None:

@@ -11,7 +11,7 @@ from roll_lite.hub import config_notation
 from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
-"""config.json of public models, by hub name."""
+"""File with config.json of public models, by hub name."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Architecture:
     hf: HfConfig
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
-        """Count the parameters; with tensor parallelism those of one engine rank, where shared key/value heads are copied."""
+        """Count the parameters; with tensor parallelism (`parallel`), those on one engine rank, where ranks that share a key/value head
+        each hold a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -30,7 +31,7 @@ class Architecture:
         return (cut + embeddings) // parallel + routers + norms
 
     def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
-        """FLOPs per token of a row of `length` tokens, forward or in training (`backward`)."""
+        """Count the FLOPs per token of a row of `length` tokens: forward pass or, with `backward`, training."""
         hf = self.hf
         layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
         if not backward:
@@ -48,7 +49,7 @@ class Architecture:
         return hf.hidden * (2 * hf.heads * hf.head_dim + keys) + (hf.heads * hf.head_dim + keys if hf.qkv_bias else 0)
 
     def _feed_forward(self, layer: int, expert_parallel: int | None = None) -> int:
-        """Count the parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
+        """Count the feed-forward parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
         hf = self.hf
         if not hf.experts or not hf.has_experts(layer):
             return 3 * hf.hidden * hf.feed_forward
@@ -56,7 +57,7 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model: `named` (--model), at model.path, or the public model that path or configuration is named after."""
+    """Find the model: `named` (--model) or at model.path; else the public model whose name begins the name of path or configuration."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

@@ -33,12 +33,12 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes of each role on the devices, also of roles that take turns."""
+    """Bytes of each role on the devices, also of roles that take turns on them."""
     total: int
 
 
 def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float, on_gpu: bool = True) -> dict[str, RankMemory]:
-    """Memory of trained roles, reference and engines. Reward models and judges are left out."""
+    """Estimate the memory of trained roles, reference and engines. Reward models and judges are left out."""
     found = {}
     for name, role in roles(config).items():
         if isinstance(role, InferRoleConfig):
@@ -51,7 +51,7 @@ def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float,
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Trace a pipeline stage. Large stages are extrapolated from two and three layers: memory is linear in equal layers."""
+    """Trace a pipeline stage. Large stages are extrapolated from two and three layers: memory grows linearly with equal layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_of_parts(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
@@ -94,7 +94,7 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
-    """Estimate weights and activations; the KV cache gets the rest of the engine's share."""
+    """Estimate weights and activations; the KV cache gets the rest of the GPU memory that engines may use."""
     strategy, hf = config.actor_infer.strategy, model.hf
     size, parallel = number_bytes(config), strategy.tensor_parallel
     weights = model.parameters(parallel) * size
@@ -117,7 +117,7 @@ def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) ->
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
-    """Return the bytes on the devices in each phase. Devices with the same roles are listed together."""
+    """Return the bytes on the devices in each phase. Devices that hold the same roles share an entry."""
     numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
     blocks: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({one for own in numbers.values() for one in own}):

@@ -31,7 +31,7 @@ from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_
 from roll_lite.simulator.report import table as table_of_runs
 
 LISTED, TRIED = 5, 40
-"""Maximum layouts that --search lists and tries."""
+"""Maximum layouts that `roll-lite plan --search` lists and tries."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield single changes of settings after which everything fits, with the memory saved at the peak."""
+    """Yield changes of one setting after which everything fits, with the memory that each saves at the peak."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(config, before, device):
@@ -102,7 +102,7 @@ def _changed(section: Any, path: str, value: Any) -> Any:
 
 
 def layout_problem(config: RunConfig, model: Architecture) -> str | None:
-    """Describe a parallel size that does not divide the model."""
+    """Return a message if a parallel size does not divide the model."""
     for name, role in roles(config).items():
         strategy, trains = role.strategy, isinstance(role, ForwardRoleConfig)
         parallel, hf = getattr(strategy, "tensor_parallel", 1), model.hf
@@ -118,7 +118,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try layouts on this many devices, fastest estimate first, until enough fit."""
+    """Try layouts on this many devices in order of estimated speed, fastest first, until enough fit."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for tensor, pipeline, context, recompute, trainers in product(
         (1, 2, 4, 8), (1, 2, 4), (1, 2), ("none", "selective", "full"), sorted({devices, devices // 2, devices // 4, 3 * devices // 4})
@@ -148,7 +148,7 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
 
 
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
-    """Plan and print. Returns the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
+    """Plan and print. Return the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
     try:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]
         if problem := layout_problem(config, model):

@@ -1,4 +1,4 @@
-"""Estimate phase times by roofline, and steps under each supply policy with the simulator."""
+"""Estimate phase times by roofline (arithmetic, memory and network speed), and step times under each supply policy with the simulator."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from roll_lite.workers.phases import PEAK_TFLOPS
 class Device:
     memory_gib: float
     tflops: float
-    """Peak of dense bfloat16 matrix products."""
+    """Peak for dense bfloat16 matrix products."""
     memory_gb_s: float
     link_gb_s: float
-    """Bandwidth to the node's other devices, in one direction."""
+    """Bandwidth to other devices of the node, in one direction."""
     network_gb_s: float
-    """Bandwidth to other nodes, with an adapter per device."""
+    """Bandwidth to other nodes; each device has a network adapter."""
 
 
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
-"""Reached fractions of the peaks: training; forward passes and prefill; reading device memory; links and network."""
+"""Fractions of the device's peaks that are reached: training; forward passes and prefill; reading device memory; links and network."""
 LAYER_S = 12e-6
-"""Time per layer of an engine's pass beside reading weights; twice as much with tensor parallelism."""
+"""Seconds per layer of an engine's forward pass, besides reading weights; doubled with tensor parallelism."""
 STEPS = 8
 
 
@@ -43,7 +43,7 @@ STEPS = 8
 class PhaseTime:
     flops: float
     moved_bytes: float
-    """Bytes that a device sends over links and network."""
+    """Bytes that a device sends over links and network in the phase."""
     parts: Mapping[str, float]
 
     @property
@@ -60,11 +60,11 @@ class StepTime:
     phases: Mapping[str, PhaseTime]
     scenario: Scenario
     engine_share: float
-    """Share of devices for engines at which engines and trainers take equally long."""
+    """Share of devices that engines should have, so that engines and trainers take equally long."""
 
     @property
     def estimate_s(self) -> float:
-        """Seconds of a step without simulation. If training waits for a whole batch, it also waits for one longest response."""
+        """Estimate a step without simulation. If training waits for a whole batch, it also waits for one response of maximum length."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate
         ahead = self.scenario.rollout.supply != "sync" and not self.scenario.takes_turns
@@ -139,7 +139,7 @@ def _passes(
 
 
 def engine_rates(config: RunConfig, model: Architecture, device: Device) -> EngineRates:
-    """Speed of an engine replica. A pass reads weights and cache, and computes one token per request."""
+    """Estimate an engine replica's speed. A forward pass reads weights and cache, and computes one token per request."""
     strategy, copies, size = config.actor_infer.strategy, config.actor_infer.replicas_per_device, number_bytes(config)
     parallel = strategy.tensor_parallel
     weights = model.parameters(parallel) * size / (2 if strategy.quantization == "fp8" else 1)
@@ -158,7 +158,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured supply and, unless engines and trainer share devices, the others."""
+    """Simulate the configured supply policy and, unless engines and trainer share devices, the others."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

@@ -30,7 +30,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if the last <think> is not closed."""
+    """Return the text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, stays open."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
@@ -66,7 +66,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last nonempty \boxed{} and of the boxes before it that are joined by commas, `and` or `or`."""
+    r"""Contents of the last nonempty \boxed{} and of boxes before it, joined to it by commas, `and` or `or`."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

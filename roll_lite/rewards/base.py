@@ -52,7 +52,8 @@ class RewardType(Section):
     within_a_run: ClassVar[bool] = False
     """True if only a training run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward reads the reference answer before the response, and scores empty responses quickly."""
+    """True if the reward parses the reference answer first: scoring an empty response then quickly checks that the reference is
+    readable."""
     answers_are_responses: ClassVar[bool] = True
     """False if reference answers are not responses (tests, for example)."""
     unshown: ClassVar[tuple[str, ...]] = ()
@@ -121,7 +122,8 @@ class RewardFunction:
         return self.run(self.score(item))
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run `score` or `scores` outside an event loop. An async function keeps its loop, hence its connections, between calls."""
+        """Run a coroutine of `score` or `scores` outside an event loop. An async function keeps its loop, hence its connections, between
+        calls."""
         if self.is_async:
             self._runner = self._runner or asyncio.Runner()
             return self._runner.run(scoring)

@@ -1,5 +1,3 @@
-"""Reward `environment`: return the rewards that the environment gave."""
-
 from __future__ import annotations
 
 from roll_lite.data.samples import RewardInput, Score

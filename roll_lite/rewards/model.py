@@ -36,9 +36,6 @@ def _is_template(template: str) -> str:
 class ModelReward(RewardType):
     """Score by a sequence-classification model: the output of the model in `reward_models.<model>`.
 
-    A replica of the model reads up to `micro_batch_size` samples, of any domain, in one forward pass, or in several if they exceed
-    `micro_batch_tokens`.
-
     A response that makes the text longer than the model's max_length scores 0. With `scale: none`, bad responses may score below 0: use
     sigmoid if outputs may be negative. A dead process of the model is restarted (with Megatron: all processes). The samples that it was
     scoring fail and are retried (`retries`); other replicas keep serving. While no replica runs, samples wait and `timeout_s` is paused.

@@ -1,5 +1,3 @@
-"""Fill placeholders in the templates of judges and reward models."""
-
 from __future__ import annotations
 
 import hashlib
@@ -17,7 +15,6 @@ QUESTION = "question"
 
 
 def checked_template(template: str) -> str:
-    """Return the template; ValueError if it is malformed or lacks {response}."""
     if "response" not in placeholders(template):
         raise ValueError("never shows the response; put {response} where it belongs")
     return template

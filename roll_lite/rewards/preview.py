@@ -35,7 +35,7 @@ from roll_lite.rewards.running.reward_process import RewardProcess
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""Time limit for checking the reference answers, in seconds."""
+"""Time limit for checking the reference answers."""
 
 PLAIN_WIDTH = 140
 LONGEST_CELL = 160
@@ -143,7 +143,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load prompts and the responses to score. Checking references needs the whole split."""
+    """Load prompts and responses to score. A responses file, or a check of reference answers, needs the whole split."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -176,7 +176,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
-    """Yield this domain's lines of the file, without failed samples; ValueError for an invalid line."""
+    """Yield (place, line) for this domain's lines of the file, without failed samples; ValueError for an invalid line."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):
@@ -216,7 +216,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 def read_references(
     config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
 ) -> References:
-    """Find unreadable reference answers, in random order for at most `seconds` (None: no limit)."""
+    """Find reference answers that the reward cannot read, in random order for at most `seconds` (None: no limit)."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

@@ -1,5 +1,3 @@
-"""Build rewards by name, and check the rewards of a configuration."""
-
 from __future__ import annotations
 
 import inspect
@@ -51,7 +49,6 @@ def reward_type(name: str) -> type[RewardType]:
 
 
 def read_arguments(name: str, args: Mapping[str, Any], place: str) -> RewardType | list[Problem]:
-    """Create a built-in reward, or return the problems with its arguments."""
     cls = reward_type(name)
     read, problems = section_from(cls, dict(args), (place,))
     unshown = tuple(f"{place}.{argument}" for argument in cls.unshown)

@@ -42,7 +42,6 @@ class Reward:
         return self.combined(results)
 
     def combined(self, results: Sequence[Score | RewardFailed | None]) -> Score:
-        """Sum the scores; raise the first RewardFailed in `results`."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
@@ -71,7 +70,6 @@ class Reward:
 
 
 def labels_of(names: Sequence[str]) -> list[str]:
-    """Shorten dotted paths to their last parts; number duplicates."""
     labels: list[str] = []
     for name in names:
         short = name.rpartition(".")[2]

@@ -27,7 +27,7 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
+"""Exceptions of the program that would silently end a loop in the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
@@ -39,9 +39,9 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy in the tests' process for the program's functions, classes and objects.
+    """Proxy in the tests' process for one of the program's functions, classes or objects.
 
-    `at`: a name, an object's number, or [number, method name]. `has_methods`: True for an object of LeetCode's class Solution.
+    `at`: its name, its number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:

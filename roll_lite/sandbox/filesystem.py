@@ -50,7 +50,7 @@ DEEPEST_OPEN = 100
 BLOCK = 512
 SHARED = "/dev/shm"
 WORK = "/sandbox"
-"""A program's own folder in the sandbox."""
+"""Path of a program's folder in the sandbox."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
@@ -79,7 +79,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a folder that contains hidden ones into readable paths, and folders of which only names may be listed."""
+    """Return the readable paths in a folder, without the hidden ones, and the folders of which only names may be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -253,7 +253,7 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's unclaimed folders, except those younger than CLAIM_S, which may be claimed soon."""
+    """Yield this user's folders that are not in use, except those younger than CLAIM_S, which may be claimed soon."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

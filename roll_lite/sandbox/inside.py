@@ -33,7 +33,7 @@ COMPARES: dict[str, Callable[[Any, Any], Any]] = {
 RICH = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__")
 ARITHMETIC = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow", "lshift", "rshift", "and", "or", "xor")
 OF_ARRAYS = ("__array_ufunc__", "__array_function__")
-"""Methods by which a class takes over numpy functions."""
+"""Methods by which a class replaces numpy functions for its objects."""
 OPERATORS = {*RICH, *(f"__{kind}{name}__" for name in ARITHMETIC for kind in ("", "r", "i")), *OF_ARRAYS, "__array_wrap__"}
 SEES_PLAIN = "an operator of the program's class would see the plain value that is expected of it"
 OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
@@ -255,12 +255,13 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Like `guard_value`, for values read by name or subscript: skip plain containers, which `guard_value` has already guarded."""
+    """Guard the class of a value that a test reads from a variable or by subscript. Instances of classes older than the program are
+    skipped, containers too: `guard_value` guarded their items."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract values inside abs(). If only one is the program's, subtract their plain data."""
+    """Subtract two values in a test's `abs(a - b)`. If only one is an object of the program, subtract their plain data."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)

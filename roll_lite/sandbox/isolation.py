@@ -20,12 +20,12 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id for sandboxes; each has its own, to count and signal its processes separately."""
+"""First user id for sandboxes; each has its own, so that its processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
 NPROC_ALLOWANCE = 512
-"""Allowance in RLIMIT_NPROC, which also counts the user's processes elsewhere."""
+"""Processes added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -49,7 +49,7 @@ TRIAL = {
 
 @dataclass
 class Isolation:
-    """Isolation of the interpreter. `held`: protection -> mechanism. `why_not`: reasons for missing protections."""
+    """Outer isolation. `held`: mechanism by protection. `why_not`: reasons for missing protections."""
 
     kind: str
     held: dict[str, str]
@@ -129,8 +129,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become an ordinary user in a user namespace. False if the platform refuses; programs then change their user id. PermissionError if
-    that is forbidden too."""
+    """Become the unprivileged user NOBODY in a new user namespace. If that is impossible, return False: the caller must start programs
+    under another user id. PermissionError if it may not do so either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

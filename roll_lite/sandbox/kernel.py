@@ -1,5 +1,3 @@
-"""Kernel calls of the sandbox; standard library only."""
-
 from __future__ import annotations
 
 import ctypes

@@ -11,7 +11,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Function that lists subclasses. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
+"""Function that lists a class's subclasses. Like MRO, HELD_BY and FLAGS, it cannot be overridden by a metaclass."""
 MADE_IN_PYTHON = 1 << 9
 CONSTANT = (int, float, complex, str, bytes)
 

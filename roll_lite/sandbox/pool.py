@@ -35,7 +35,7 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Maximum attempts: a loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
+"""Maximum attempts to start a sandbox: a loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class Sandbox:
                 self._line.send(what)
 
     def printed(self) -> bytes:
-        """Output of the running program, at most the last output_kb."""
+        """Output of the running program so far, at most its last output_kb."""
         assert self._running is not None
         program, (_, _, stdout, *_), _ = self._running
         most = program.limits.output_kb * 1024

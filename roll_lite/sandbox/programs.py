@@ -149,7 +149,7 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
+    """Call the function in a child process. Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -190,8 +190,8 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Imported modules are loaded first, since the program could replace those loaded
-    later."""
+    """Run the program, then answer the tests' calls. Modules that program or tests import are loaded first: later, the program could
+    replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):

@@ -27,7 +27,7 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard types that count as plain data -> function that returns arguments to rebuild a value."""
+"""Standard types that count as plain data, with functions that return the arguments to rebuild a value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """Type name -> required type of the first argument; decoding a number there could make a huge object."""
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Type -> reader of plain data by the type's own methods, ignoring overrides in subclasses."""
+"""Functions that read a value's plain data by its built-in type's methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
@@ -110,7 +110,7 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict
+    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without `find`, iterators, dict
     views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]

@@ -26,7 +26,6 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """Length of the run in `batches`; None: unlimited."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.batches_requested = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
@@ -82,7 +81,7 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains without prompts; return True if none remains."""
+        """Remove domains whose prompts are used up; return True if none remains."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
@@ -93,7 +92,7 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the oldest admission time, in requested batches, at which a group is fresh enough for the domain's next batch."""
+        """Return the earliest admission time, in requested batches, of a group that is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -20,19 +20,17 @@ class EngineLoad:
     tokens: float = 0.0
     """Expected response tokens plus uncached prompt tokens of requests in flight."""
     done: float = 0.0
-    """Part of `tokens` reported done; negative if responses outgrow the estimate."""
+    """Finished part of `tokens`; negative if responses outgrow the estimate."""
     requests: int = 0
     generating: int = 0
     last_sign: float = 0.0
     """Time of the last start or end of a request."""
     dead: str | None = None
-    """Cause of the engine's loss; None while it lives."""
     serves: bool = True
     number: int = 0
 
     @property
     def left(self) -> float:
-        """Expected tokens that the engine must still prefill or generate."""
         return self.tokens - self.done
 
 
@@ -43,7 +41,7 @@ class EngineChoice:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self.on_room: Callable[[], None] = lambda: None
-        """Callback for a full engine that has room again after a progress report."""
+        """Called when a full engine has room again after a progress report."""
         # The least loaded engine is on top; an entry with an outdated load is dropped when it gets there. Progress reports, which change
         # many loads at once, are applied at the next choice.
         self._heap: list[tuple[float, int, EngineLoad]] = []
@@ -82,9 +80,10 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Return an engine and the load in tokens that the request adds; None if all are full.
+        """Return (engine, tokens of load that the request adds); None if all are full.
 
-        `prefix`: name of the first `shared_tokens` tokens, which other requests share.
+        `prefix`: key of the first `shared_tokens` prompt tokens, which other requests share and an engine may have cached; `own_tokens`:
+        remaining prompt plus expected response.
         """
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):

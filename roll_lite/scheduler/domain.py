@@ -19,18 +19,18 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Number of consecutive lost groups after which the run fails; 3 times the prompts per batch if that is more."""
+"""Number of consecutive lost groups (all samples failed) with which the run fails; 3 times the prompts per batch if that is more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Second limit: fraction of lost groups, over LONG_WINDOW_FACTOR times as many groups as the first limit."""
+"""Second limit: the run fails if the fraction MAX_LOST_FRACTION of LONG_WINDOW_FACTOR times as many groups is lost."""
 
 
 class DomainFailed(RuntimeError):
-    """Too many groups of a domain are lost or filtered."""
+    """Error: too many groups of a domain are lost or filtered."""
 
 
 class DataExhausted(RuntimeError):
-    """No domain has prompts left."""
+    """Error: no domain has prompts left."""
 
 
 class PromptSource(Protocol):
@@ -66,7 +66,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Prompts since the start, by outcome; `admitted` counts all."""
+    """Number of prompts since the start, by outcome; `admitted`: all that were started."""
 
     admitted: int = 0
     delivered: int = 0
@@ -86,9 +86,9 @@ class _PromptToStart:
     row: tuple[int, int]
     """Epoch and row number of the prompt."""
     group: int | None = None
-    """Number of the prompt's group at the resumed checkpoint, if any."""
+    """Number of the prompt's group in the checkpoint from which the run resumed, if any."""
     batches_requested: int | None = None
-    """At the admission of `group`; staleness of its saved samples counts from here."""
+    """Batches requested before group `group` was admitted; staleness of its saved samples counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -125,7 +125,7 @@ class DomainScheduler:
         self.counts = Counts()
         self.epoch = 0
         self.owed = 0
-        """Prompts to start as replacements for undelivered groups."""
+        """Prompts to start as replacements for groups that were lost, filtered or stale."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -135,16 +135,16 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
-        """New groups of prompts in flight at the resumed checkpoint, by old group number."""
+        """For prompts in flight at the resumed checkpoint: number of the new group, by that of the old."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
-        """Causes of loss of the latest groups; None: not lost. Stale groups are left out."""
+        """Cause of loss of each of the latest groups; None: not lost. Stale groups are left out."""
         self._given_up = 0
-        """Filtered groups without replacement, which the next batch may lack."""
+        """Filtered groups that are not replaced, so that the next batch may be smaller."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Running group that the batch waits for: it would be too old for the next batch."""
+        """Number of a running group that the batch waits for: it would be too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -284,7 +284,8 @@ class DomainScheduler:
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
         """Return the batch's `count` groups in order of admission; None if not ready.
 
-        The batch waits for groups admitted before `minimum_admission_batch`: selection must not depend on response length.
+        The batch waits for a running group admitted before `minimum_admission_batch`, which the next batch could not take: dropping slow
+        groups would favour short responses.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -366,7 +367,7 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state. Undelivered prompts start again, with their `saved` samples unless admitted before
+        """Restore the state. Prompts of undelivered groups start again; their `saved` samples continue, unless admitted before
         `minimum_admission_batch`."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
@@ -376,7 +377,7 @@ class DomainScheduler:
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Return the group that continues the prompt of checkpointed group `number`, or `number` itself."""
+        """Return the number of the group that continues group `number` of the resumed checkpoint, or `number` itself."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:

@@ -1,4 +1,4 @@
-"""Clients of engines: a future per request for the router, batched calls to the engine, since a remote call costs as much as a short
+"""Clients of engines. The router gets a future per request; calls to the engine are batched, since a remote call costs as much as a short
 sample."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """Loss of an engine with a request in flight, which another engine can continue from `partial`."""
+    """Loss of the engine that ran a request. Another engine can continue from `partial`, the response so far."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -34,7 +34,7 @@ class Asked:
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
         """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost if the engine died."""
         self.parts: list[Turn] = []
-        """Parts of the response so far, from which another engine can continue."""
+        """Pieces of the response from this engine so far, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
         """Record the number of response tokens so far. Called at the start and every few seconds."""
@@ -62,10 +62,10 @@ class Collected:
     blocks_waiting: int = 0
     """Token blocks (tables of samples' tokens) still to fetch."""
     parts: list[Turn] = field(default_factory=list)
-    """New tokens of unfinished responses; a part's row starts with a dummy token (PART_PREFIX) instead of the prompt."""
+    """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers in token rows by the blocks."""
+        """Replace block numbers in references to tokens by the blocks themselves."""
         return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 

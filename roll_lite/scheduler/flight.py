@@ -16,7 +16,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of full-length responses that start a length estimate, because short responses finish first."""
+"""Number of maximum-length responses with which a length estimate starts: short responses finish first and would bias it."""
 RESPONSES_REMEMBERED = 512
 """Number of latest response lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
@@ -97,8 +97,6 @@ class EngineClock:
 
 
 class Flight(Asked):
-    """One request, followed across all engines that work on it."""
-
     __slots__ = (
         "_choice",
         "_clock",
@@ -174,7 +172,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far with the parts of the present engine; `tokens` only holds those of earlier engines."""
+        """Response so far, with pieces from the present engine; but its `tokens` refer only to those of earlier engines."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 

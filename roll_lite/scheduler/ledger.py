@@ -1,4 +1,4 @@
-"""Ledger lines of ended groups, which the driver writes to ledger.jsonl."""
+"""Lines of ledger.jsonl: how each sample group (the samples of a prompt) ended, and why. The driver writes them."""
 
 from __future__ import annotations
 

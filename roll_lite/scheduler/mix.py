@@ -84,7 +84,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Planned groups without a started prompt, by domain: their numbers over all batches."""
+        """Planned groups whose prompt has not started, by domain: their numbers, counted over all batches."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -95,8 +95,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next group without a prompt: (domain, number over all batches). Return None if no number is below its domain's limit
-        in `most`."""
+        """Take the next planned group whose prompt has not started: (domain, its number over all batches). Return None if no number is
+        below its domain's limit in `most`."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -154,7 +154,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch: prompts of later batches start again."""
+        """Return the state after the last requested batch, since prompts of later batches start again after a resumption."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -18,13 +18,14 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
-"""Requests sent beyond an engine's slots, as a fraction of the slots: they wait there and fill free slots at once."""
+"""Requests sent beyond an engine's slots (requests run at a time), as a fraction of the slots: they wait in the engine and fill free slots
+at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Aborts in a row without progress after which a request fails."""
 
 
 class NoEngineLeft(RuntimeError):
-    """The last engine died."""
+    """Error: no engine is left to generate."""
 
 
 class Router:
@@ -43,7 +44,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """Keep requests waiting without any engine if `engines_restart`: lost engines return."""
+        """Take `engines_restart`: True if lost engines return, so that requests wait for them when none is left."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -158,7 +159,7 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Return the expected load of the domain's next request, in tokens; `most` before its first."""
+        """Return the expected load of the domain's next request, in tokens; `most` if it is the first."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
@@ -354,7 +355,6 @@ class Wave:
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
         """Engine name and future awaited by `starts_again`, by id of answered request."""
         self._lost: set[str] = set()
-        """Engines lost during the wave."""
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
         """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""

@@ -1,4 +1,4 @@
-"""Generation and scoring of a sample, with retries. An episode generates it: one response by default, or several turns."""
+"""Generate and score a sample, with retries. Its episode is a single response by default, or several turns with an environment."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 
 
 class _Row:
-    """Row of a sample: the responses of one path through the tree of turns."""
+    """Training sequence of a sample: prompt, responses and environment texts along one branch of the episode."""
 
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """Continue response `context` of another row, if given."""
+        """Start after response `context` of another row, if given, with all tokens up to its end."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
@@ -62,7 +62,8 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually one.
 
-    Each response extends the row of its predecessor, or starts a new row if that row already continues. So it trains in exactly one row.
+    Its paths become training sequences (rows). A response extends the row of its predecessor, or starts a new row if that row already
+    continues; so it trains in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -76,7 +77,6 @@ class Conversation:
         self._wants_ids = wants_ids
         self._rows: list[_Row] = []
         self._turns: dict[int, tuple[_Row, Turn]] = {}
-        """Responses by number, in the order in which they ended."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -155,7 +155,6 @@ class EpisodeFailed(Exception):
     """Failure of an environment."""
 
     def __init__(self, cause: str, counts: bool = True) -> None:
-        """Count the attempt as failed unless `counts` is False."""
         super().__init__(cause)
         self.cause = cause
         self.counts = counts
@@ -173,7 +172,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function from a sample's attempt to its seed; a restarted prompt gets the same samples."""
+    """Return a function that derives a seed from a sample's identity and attempt, so that a restarted prompt gets the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -197,7 +196,7 @@ class RewardClient(Protocol):
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. After all retries, returns a sample as failed, with the cause."""
+    """Generates and scores samples of one domain. A sample that fails for good is returned as failed, with the cause."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """Notify `generated()` when a sample waits for its score. `queue`: queue in the router; None: the domain's."""
+        """Call `generated()` when a sample waits for its score. `queue`: name of its queue in the router; None: the domain's."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain

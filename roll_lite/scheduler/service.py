@@ -29,7 +29,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Serves batches and validations. Needs a running event loop. Staleness counts requested batches."""
+    """Serves batches and validations. Needs a running event loop. Staleness is measured in requested batches."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """Take a base `seed` for requests, and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the
-        next batch."""
+        """Take a base `seed` for requests and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the next
+        batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
@@ -58,7 +58,6 @@ class RolloutService:
         self._next_group = 0
         self._totals = RunTotals(self._domains)
         self._ended_before = dict.fromkeys(self._domains, 0)
-        """Prompts that ended before the run was resumed, by domain."""
         self._recorder = Recorder(self._domains, self._time())
         self._retries = retries
         self._seeds = no_seeds if seed is None else seeds_from(seed)
@@ -102,7 +101,8 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, at least an equal share."""
+        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of it
+        all."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -294,7 +294,6 @@ class RolloutService:
         return found
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
-        """Restore a state. `saved`: samples that continue."""
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})

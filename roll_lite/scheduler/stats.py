@@ -48,7 +48,6 @@ class DomainStats:
     failures: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
-    """Sum of each reward term over the accepted samples."""
     episodes: int = 0
     """Accepted samples that an environment played."""
     of_episodes: dict[str, float] = field(default_factory=dict)
@@ -181,7 +180,6 @@ class Recorder:
 
 
 def commonest(causes: Counter[str]) -> str:
-    """Return the most common cause and its count, on one line."""
     cause, count = causes.most_common(1)[0]
     return f"{count} of them: {' '.join(cause.split())[:200]}"
 

@@ -98,9 +98,8 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Minimum fraction, 1/LEAST_SHARE, of a batch's groups for a log-prob pass before the batch is complete."""
+"""1/LEAST_SHARE of a batch's groups must have finished for a log-prob pass before the batch is complete."""
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Return the minimum finished groups for a log-prob pass on an incomplete batch."""
     return -(-prompts_per_step // LEAST_SHARE)

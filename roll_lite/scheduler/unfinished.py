@@ -39,7 +39,6 @@ class SavedSample:
         return SavedSample(sample.id.attempt, sample.transcript, sample.outcome, sample.score, sample.failure, sample.timed_out)
 
     def sample(self, sample_id: SampleId, prompt: Prompt) -> Sample:
-        """Convert to a sample; the state must be complete."""
         assert self.outcome is not None
         return Sample(sample_id, prompt, self.transcript, self.outcome, self.score, self.failure, self.timed_out)
 
@@ -57,7 +56,7 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save. During generation, its tokens are those of `request`, then those of `parts`."""
+    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then those of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None
@@ -65,7 +64,11 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """Return a sample's state while its first response is generated. `first`: original request. `request`: the one at the engine."""
+        """Return the state to save of a sample whose first response is still being generated.
+
+        `first`: original request. `request`: the one now at the engine, which may continue an interrupted response. `so_far`: response so
+        far. `parts`: its pieces from the present engine.
+        """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]

@@ -16,8 +16,6 @@ VALIDATION_EPOCH = -1
 
 
 class Validation:
-    """One pass over all held-out prompts, started in order as engines have room."""
-
     def __init__(
         self,
         domains: Sequence[Domain],

@@ -35,7 +35,6 @@ class MeasuredRun:
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     offloads: bool = False
     streams: bool = False
-    """True if some log-probs are computed during generation (`rollout.stream_log_probs`)."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
@@ -79,7 +78,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Refuse runs that generated more samples than their batches hold: the surplus lengths are not recorded."""
+    """Raise ValueError for runs with filtered groups or oversampling: lengths of the surplus samples are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -156,7 +155,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure seconds per token, from step times without generation and weight update."""
+    """Compute the trainer's seconds per token, from step times without generation and weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

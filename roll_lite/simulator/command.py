@@ -68,7 +68,6 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def refuse_unwritable(picture: Path) -> None:
-    """Raise ValueError, before minutes of simulation, if the picture cannot be written."""
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:

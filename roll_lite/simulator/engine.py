@@ -77,7 +77,6 @@ class _Run:
 
     asked: Asked
     prompt: int
-    """Prompt tokens, including the `context` of a continued request."""
     tokens: int
     reason: FinishReason
     generated: float = 0.0
@@ -93,7 +92,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Simulated EngineClient for the router. `length(request)`: response tokens without the max_tokens limit."""
+    """Simulated EngineClient for the router. `length(request)` returns the response's length before max_tokens cuts it."""
 
     def __init__(
         self,
@@ -357,5 +356,4 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Strip the suffixes for turn and continuation from a request id."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

@@ -38,11 +38,9 @@ class Failures:
     mean_s: float | None = None
     """Mean seconds between an engine's random deaths (exponential)."""
     mean_node_s: float | None = None
-    """Mean seconds between a node's random losses (exponential)."""
     engines_per_node: int = 1
     hangs: tuple[tuple[float, int], ...] = ()
     mean_hang_s: float | None = None
-    """Mean seconds between an engine's random hangs (exponential)."""
     hang_s: float = 7.0
     start_s: float | None = None
     """Seconds until a replacement engine serves; None: no replacement."""

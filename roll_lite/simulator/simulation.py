@@ -24,7 +24,7 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Poll interval for finished groups whose log-probs can be computed early."""
+"""Poll interval of `pass_early` in seconds."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
 """Thresholds that make garbage collection rare: it scans hundreds of thousands of samples."""
 
@@ -44,7 +44,7 @@ class Step:
     tokens: int
     response_tokens: int
     work_s: float
-    """Engine seconds that the responses cost with all request slots in use."""
+    """Engine seconds that the step's responses would cost if all request slots were always in use."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -68,7 +68,8 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds without starts of prompts for later batches, because rewards lagged."""
+    """Seconds, summed over domains, in which no prompts for later batches were started because a whole batch of samples or more waited for
+    scores."""
     early: int = 0
     exhausted: bool = False
 
@@ -331,7 +332,7 @@ class _Simulation:
             self.present -= 1
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Time of the planned or random failure, whichever is first."""
+        """Return the time of the planned or random failure (or hang, if `hangs`), whichever is first."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

@@ -1,5 +1,3 @@
-"""Worker that trains the policy."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,7 +39,7 @@ class CreditReport:
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""Column with the MoE experts to use in updates, by algorithm.routing_replay; None: the model's router chooses."""
+"""Column with the MoE experts that updates use, by algorithm.routing_replay; None: the model's router chooses."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -81,7 +79,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets. Collective over head ranks (one per data parallel rank)."""
+        """Compute advantages and the critic's targets. All head ranks (one per data parallel rank) must call it."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)

@@ -1,4 +1,5 @@
-"""Passes requests to an inference engine and returns responses, with their tokens in token blocks (tables)."""
+"""Pass requests to an inference engine and return its responses. Their tokens are collected in tables with one row per sample (token
+blocks)."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of a part: token blocks store no log-prob for a row's first token."""
+"""Dummy first token of a piece of a response: token blocks store no log-prob for a row's first token."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum linger while episodes wait for responses: it delays each of their turns."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses: it delays each of their turns."""
 
 
 class _Ready(NamedTuple):
@@ -44,7 +45,6 @@ class CompletionPump:
         columns: Collection[str] = (),
         engine: int | None = None,
     ) -> None:
-        """Store the settings: `fetch` reads the token block of a reference, `linger_s` is used by `collect`."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -57,7 +57,6 @@ class CompletionPump:
         self._wanted: set[str] = set()
         self._entering: set[str] = set()
         self._generated: dict[str, int] = {}
-        """Response tokens so far of requests with progress since the last `collect`."""
         self._changed = asyncio.Event()
         self._running: set[asyncio.Future[Completion]] = set()
 

@@ -35,7 +35,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: score in a sample's first row, minus coef * KL. A sample's rows sum up to its reward."""
+    """[B] float64: score of the sample (only in its first row) minus coef * KL, so that a sample's rows add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -63,7 +63,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute Credit from the columns of credit_columns. Collective over head ranks (one per data parallel rank)."""
+    """Compute Credit from the columns of credit_columns. All head ranks (one per data parallel rank) must call it."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -73,7 +73,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function for (mean, 1 / standard deviation) over the global batch's training tokens, without rows of non-finite values."""
+    """Return a function that merges rows' moments to (mean, 1 / standard deviation) over all ranks' training tokens; skips non-finite
+    rows."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -126,13 +127,12 @@ class CreditTask:
         gather: Gather,
         whitening: Whitening | None,
     ) -> None:
-        """Multiply turn rewards by `scale`; other rewards are already shaped."""
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
         """[B] reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.dense_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32: rewards of earlier turns minus coef * KL; None without both."""
+        """[B, T-1] float32: rewards of turns before the last, minus coef * KL; None if there are neither."""
         self.turn_rewards: torch.Tensor | None = None
         """[B, T-1] rewards of turns before the last."""
         self.last_token_reward = self.score
@@ -174,7 +174,6 @@ class CreditTask:
         return torch.cat(parts), torch.arange(before, before + len(own))
 
     def turns(self) -> Turns:
-        """Return the responses of this rank's rows: runs of policy tokens."""
         rows, starts, ends, states, rewards = [], [], [], [], []
         for row, mask in enumerate(self.mask.numpy()):
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
@@ -297,7 +296,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Estimators by configuration name; other settings are keyword arguments."""
+"""Advantage estimators by name in the configuration; their other settings are passed as keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)

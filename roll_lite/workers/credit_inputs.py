@@ -59,7 +59,7 @@ class CreditInputs:
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call the user's estimator. Return (advantages, critic's targets or None), [B, T-1], 0 where masked.
 
-    A number per sample is given to all its policy tokens.
+    If it returns a number per row, all policy tokens of the row get it.
     """
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)

@@ -21,11 +21,11 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interfac
 
 WATCH_SECONDS = 0.25
 LAST_SECONDS = 5.0
-"""Seconds for the parts' clean-up before they are killed."""
+"""Seconds that an engine's actors on further nodes have to shut down before they are killed."""
 
 
 def own_address() -> str:
-    """Return the address at which other nodes reach this one, and set gloo's interface to it."""
+    """Return the address at which other nodes reach this one, and make gloo use its network interface."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address
@@ -71,7 +71,7 @@ class EngineParts:
         self.lost: str | None = None
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Start all parts and `engine` (the first node's) together, since each waits for the others."""
+        """Start the actors on further nodes together with `engine` (the first node's part), since each waits for the others."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -89,7 +89,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch starting parts. If one dies, kill this node's engine processes, which would wait forever.
+        """Watch the actors while they start. If one dies, kill this node's engine processes, which would wait forever.
 
         Runs in a thread: a starting engine may block the event loop.
         """

@@ -102,11 +102,11 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain, each in the worker with the fewest. Episodes of a lost worker start again."""
+    """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """Let episodes wait for one of `parallel` places if `limited`; not in deterministic runs, which send requests only when all
-        samples wait."""
+        """Run at most `parallel` episodes per worker if `limited`. Deterministic runs are not: they send requests only when all samples
+        wait."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment

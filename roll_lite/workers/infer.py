@@ -56,7 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """Ray options in `parts`: actors on further nodes, by replica."""
+        """Take Ray options of a replica's actors on further nodes (`parts`), by replica."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -174,7 +174,7 @@ class InferWorker(AsyncWorker):
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Await the engine's work. Raise MemberLost if the engine is dead.
 
-        A living engine that raises is given up, except with the run's first weights: then all engines would raise.
+        A living engine that raises is given up as well, except with the run's first weights: all engines would raise.
         """
         try:
             return await work
@@ -190,7 +190,6 @@ class EngineSeat:
     """Member of the rollout service's Fleet: an engine or, after its loss, its replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
-        """Mark the engine as lost if `is_absent`: only a replacement will serve."""
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()

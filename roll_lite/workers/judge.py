@@ -51,7 +51,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. This object reserves the port, which restarts keep."""
+    """Process of a judge's server. This object reserves the port, so that restarts keep it."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
@@ -66,7 +66,6 @@ class JudgeServer:
 
     @property
     def address(self) -> JudgeAddress:
-        """Address of the server, known before it is up."""
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def start(self) -> None:
@@ -126,8 +125,6 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """Keeps one judge server running; ends the run if that fails."""
-
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()
         self._server = JudgeServer(self.role.removeprefix("judges."), config)

@@ -83,7 +83,7 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of log-ratios between new and old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer, in the first update if no earlier pass measured them."""
+    """Log-prob differences between engine and trainer; only in the first update, if no earlier pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """Losses of this rank's rows by sample number, to find faulty rows; only for the first of consecutive non-finite updates."""
 
@@ -96,7 +96,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Model output by batch column that the role can compute."""
+    """Batch columns that the role can compute, with the model output of each."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -132,7 +132,6 @@ class ModelWorker(Worker):
         return self.strategy.take_moved()
 
     def trace(self, folder: Path | None) -> str:
-        """Start a profiler recording of this rank or, with a folder, write it. Return the failure; empty if none."""
         return RECORDER.trace(folder and folder / f"{self.role}-{self.rank}.json.gz")
 
     def take_work(self) -> RankWork:
@@ -173,7 +172,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Return this rank's share of `items`, which must be equal on all ranks of its node. Collective."""
+        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call it, with equal `items` on a node."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -258,7 +257,8 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Return each row's loss of a non-finite update, from another forward pass; empty except on head ranks."""
+        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on ranks that return no outputs (all but
+        head ranks)."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

@@ -53,7 +53,6 @@ class ActorLoss:
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     mismatch: RowSums = field(init=False)
-    """Log-prob differences between engine and trainer, by sample."""
     peaks: Peaks = field(init=False)
     """Peaks: mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
@@ -195,7 +194,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. The column `values` holds the values that the advantages used."""
+    """Clipped value loss. The column `values` holds the values before the updates, from which advantages were computed."""
 
     clip: float | None = 0.2
     domains: int = 1
@@ -242,7 +241,6 @@ def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
 
 
 def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
-    """Return each token's loss weight, [B, T-1], 0 where masked."""
     return micro_batch.mask * micro_batch.columns["loss_weight"][:, None]
 
 

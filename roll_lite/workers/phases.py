@@ -38,6 +38,8 @@ SHARED = "set offload: true for roles that share the GPU, lower actor_infer.stra
 class PhaseWork:
     device: str | None
     seconds: float = 0.0
+    runs: list[tuple[float, float]] = field(default_factory=list)
+    """Start (wall clock) and seconds of each run of the phase."""
     tokens: float = 0.0
     """Tokens, prompts included. Ranks of one data parallel replica each count an equal part; the same holds for `flops`."""
     flops: float = 0.0
@@ -69,12 +71,13 @@ class RankPhases:
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
+        start, since = time.perf_counter(), time.time()
         try:
             with self.explained(phase), torch.profiler.record_function(phase):
                 yield work
         finally:
-            work.seconds += time.perf_counter() - start
+            work.runs.append((since, time.perf_counter() - start))
+            work.seconds += work.runs[-1][1]
             memory = {"resident": psutil.Process().memory_info().rss}
             if on_gpu:
                 memory |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

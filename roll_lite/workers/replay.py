@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Puts a step's dumped tokens into the object store, and reads the next step meanwhile."""
+    """Reads a step's batch, and the next step's ahead. Tokens go into the object store."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

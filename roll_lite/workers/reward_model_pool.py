@@ -81,7 +81,6 @@ class Ranks:
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """Group a model's ranks: with Megatron all together, with hf each alone."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -246,7 +245,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers the further terms."""
+    """RewardClient of one domain: a reward model gives the score, reward workers add further reward terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config

@@ -42,9 +42,11 @@ from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import EpisodeRewards, RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import (
+    NONE,
     DumpSpec,
     held_out_rows,
     ledger_text,
+    reported_columns,
     rows_of,
     stored_blocks,
     tokens_of,
@@ -76,9 +78,8 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Paths of models whose embeddings train, by setting; prompt tokens with zero embeddings cause a note."""
+    """Paths of models whose token embeddings are trained, by setting; a note warns of prompt tokens with zero embeddings."""
     columns: tuple[str, ...] = ()
-    """Extra token columns from engines, as in EngineSpec."""
     nodes: tuple[str, ...] = ()
     """Node ids for reward and environment workers; empty: any."""
 
@@ -91,7 +92,7 @@ class RolloutBatch:
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Workers replaced since the last batch, by part (reward, environment) and domain."""
+    """Number of workers replaced since the last batch, by kind (reward, environment) and domain."""
     silences: list[float] = field(default_factory=list)
     """Seconds from last answer to loss, for each engine lost since the last batch."""
     ledger: bytes = b""
@@ -99,12 +100,12 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds for rare garbage collection: with the defaults, scanning the objects of 8,192 samples takes three quarters of the time."""
+"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Reward, or one component (base reward or term), to test with a canned response."""
+    """Test of a reward, or of one component (base reward or term), with a canned response."""
 
     domain: str
     place: str
@@ -249,7 +250,9 @@ class RolloutWorker(AsyncWorker):
         return [self._load_domain(name, config, tokenizer) for name, config in self._spec.domains.items()]
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
-        prompts = self._load_prompts(name, config, "train", tokenizer)
+        given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
+        loaded = {split: self._load_prompts(name, config, split, tokenizer) for split in given}
+        prompts = loaded[given[0]]  # held-out ones, if nothing trains
         for setting, path in self._spec.trained_embeddings.items():
             self._data_notes += zero_embeddings(setting, path, prompts.distinct_ids(), f"prompts of domain {name} contain them", tokenizer)
         files, seed = config.data.train, self._spec.seed
@@ -263,7 +266,7 @@ class RolloutWorker(AsyncWorker):
             share=config.share,
             rewards=self._pools[name],
             reward_retries=config.reward.retries,
-            validation=self._load_prompts(name, config, "validation", tokenizer) if config.data.validation else None,
+            validation=loaded.get("validation"),
             greedy_baseline=self._spec.greedy_baseline,
             filter=filter_of(self._spec.rollout.filter),
             epochs=config.data.epochs,
@@ -304,7 +307,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that the batch will surely contain, without `known`; empty if fewer than `least`."""
+        """Return rows and tokens of finished groups that the batch will surely contain, except groups `known`; empty if fewer than
+        `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -346,17 +350,21 @@ class RolloutWorker(AsyncWorker):
         """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
-        await self._write(self._samples_file("validation", step, result.groups))
+        columns = reported_columns(result.groups, self._spec.domains)
+        await self._write(self._samples_file("validation", step, result.groups, columns))
         temperatures = {name: one.temperature for name, one in sampling.items()}
-        report_by = {name: domain.data.report_by for name, domain in self._spec.domains.items()}
-        return held_out_rows(accepted(result.groups), temperatures, report_by), result.stats
+        return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
 
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
-    def _samples_file(self, kind: str, step: int, groups: list[SampleGroup]) -> list[Callable[[], None]]:
+    def _samples_file(
+        self, kind: str, step: int, groups: list[SampleGroup], columns: Mapping[str, Sequence[str]] = NONE
+    ) -> list[Callable[[], None]]:
         folder = self._spec.samples_folder
-        return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
+        if folder is None:
+            return []
+        return [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset(), columns)]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
 
@@ -379,7 +387,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return a checkpoint file with tokens and scores of the samples unfinished in `state`; b"" if none."""
+        """Return the checkpoint file of samples unfinished in `state`; b"" if none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
 

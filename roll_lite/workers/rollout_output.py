@@ -16,21 +16,27 @@ from pydantic_core import PydanticSerializationError, to_json
 from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.branches import per_sample, turn_rewards
 from roll_lite.data.dump_files import dump_file
 from roll_lite.data.dumps import further_columns, times, write_dump
+from roll_lite.data.prompts import MOST_REPORTED
 from roll_lite.data.proto import DataProto, object_column
-from roll_lite.data.samples import Branch, Sample, SampleGroup
+from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block, put_block
 from roll_lite.scheduler.ledger import DELIVERED
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
+REPORTED = ("level", "subject")
+"""Data columns for whose values a validation is reported by default."""
+NONE: Mapping[str, Sequence[str]] = {}
+
 # ---------------------------------------------------------------- for the driver
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return rows of accepted, scored samples, numbered from 0."""
+    """Return rows of accepted, scored samples, one per branch of the episode, numbered from 0."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -63,16 +69,29 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
     return DataProto(columns)
 
 
-def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """Return rows of a validation. `report_by`: by domain, data column whose values are reported separately (or None)."""
-    samples = [sample for group in groups for sample in group.samples]
-    parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
+def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
+    """Data columns for whose values a validation is reported, by domain. Where `data.report_by` is null: those of REPORTED that all prompts
+    have, as texts or numbers, and with at most MOST_REPORTED values."""
+    prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
+    for group in groups:
+        prompts[group.domain].append(group.samples[0].prompt)
+    columns = {name: domain.data.reported for name, domain in domains.items()}
+    for name in [name for name, domain in domains.items() if domain.data.report_by is None]:
+        found = {column: [prompt.columns.get(column) for prompt in prompts[name]] for column in REPORTED}
+        fit = {column: all(isinstance(one, str | int | float) for one in values) for column, values in found.items()}
+        columns[name] = [column for column, values in found.items() if fit[column] and len(set(values)) <= MOST_REPORTED]
+    return columns
+
+
+def parts_of(sample: Sample, columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{column}:{sample.prompt.columns[column]}" for column in columns)
+
+
+def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], columns: Mapping[str, Sequence[str]]) -> DataProto:
+    """Rows of a validation. `columns`: by domain, columns for whose values results are also reported."""
+    parts = [parts_of(sample, columns[group.domain]) for group in groups for sample in group.samples]
     answers = [number for group in groups for number in _answers(group)]
-    return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), part=object_column(parts))
-
-
-def _part(sample: Sample, column: str | None) -> str:
-    return f"{column}:{sample.prompt.columns[column]}" if column is not None else ""
+    return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), parts=object_column(parts))
 
 
 def _answers(group: SampleGroup) -> Iterator[int]:
@@ -129,10 +148,15 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 # ---------------------------------------------------------------- for people
 
 
-def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0) -> None:
-    """Write a line per sample; the file appears complete or not at all. `clock_offset`: wall clock minus event loop's clock, in seconds."""
+def write_samples(
+    path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
+) -> None:
+    """Write a line per sample, including failed ones and greedy baselines. The file appears complete or not at all.
+
+    `clock_offset`: wall clock minus event loop's clock, in seconds. `columns`: of held-out samples, as in `held_out_rows`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset))
+    records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
     unfinished = path.with_suffix(".partial")
     with unfinished.open("wb") as file:
         file.writelines(_line(record) for record in records)
@@ -140,16 +164,17 @@ def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_of
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Return a JSON line. Half a surrogate pair, which a program may print, is escaped: it is not UTF-8."""
+    """Return a JSON line. Lone surrogates, which a program may print, are escaped: UTF-8 cannot encode them."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
         return json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace") + b"\n"
 
 
-def _described(group: SampleGroup, clock_offset: float) -> Iterator[dict[str, Any]]:
+def _described(group: SampleGroup, clock_offset: float, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     for sample in group.samples:
-        yield sample_record(sample, False, clock_offset)
+        parts = {"parts": parts_of(sample, columns)} if columns else {}
+        yield sample_record(sample, False, clock_offset) | parts
     if group.baseline is not None:
         yield sample_record(group.baseline, True, clock_offset)
 
@@ -209,7 +234,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, for a thread; `stats` are copied at once."""
+        """Return a function that writes a dump, to be called in a thread. `stats` are copied now."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

@@ -31,7 +31,6 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
     """Queue of samples, taken by free workers."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
-        """Take the workers' YAML `path`, and `window_s`: seconds that a free worker waits for a full batch."""
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
         self._queue: deque[ScoringJob[Item, Result]] = deque()
         self._open: dict[asyncio.Future[Result], None] = {}
@@ -86,7 +85,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Take up to `most` samples. A sample that must be scored alone is taken alone, by an idle worker."""
+        """Take up to `most` samples. A sample that must be scored alone is taken alone, by an idle worker. `joins`: the worker is busy."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

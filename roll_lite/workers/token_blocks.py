@@ -1,4 +1,4 @@
-"""Token blocks: generated tokens as columns, a row per sample so far (prompt, responses, environment messages)."""
+"""Token blocks: tables of generated tokens, a row per sample so far (prompt, responses, environment messages)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Size of a full block, about 850 KB: a reader of one row fetches the whole block, and each reference costs 100 to 200 microseconds to
-send."""
+"""Tokens of a full block, about 850 KB. A reader of one row fetches the whole block, but each reference to a block costs 100 to 200
+microseconds to send."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
@@ -92,7 +92,7 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block of one sample so far: context, prompt, and `parts` without their dummy first tokens."""
+    """Return a block with one row, a sample so far: earlier turns, prompt, and response `parts` without their dummy first tokens."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

@@ -8,7 +8,7 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 
-from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE, SampledPrompts, every_k
+from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE, SampledPrompts, accuracy_error, every_k
 
 
 def of_one_prompt(correct: list[int], scores: list[float] | None = None, answers: list[int] | None = None) -> SampledPrompts:
@@ -146,3 +146,13 @@ def test_over_all_orders_it_is_the_mean_over_every_choice_of_k_samples(k: int) -
 def test_no_samples() -> None:
     nothing = SampledPrompts(*(np.zeros(0, np.int64) for _ in range(4)))
     assert [len(one) for one in (nothing.passed(2), nothing.best(2), nothing.majority(2))] == [0, 0, 0]
+
+
+def test_the_error_of_an_accuracy_counts_prompts_not_samples() -> None:
+    """Prompts with means 1, 1/2, 0: the standard deviation of the means is 1/2. Copies of the samples add nothing."""
+    prompts, correct = np.array([7, 7, 3, 3, 5, 5]), np.array([1.0, 1, 1, 0, 0, 0])
+    assert accuracy_error(prompts, correct) == pytest.approx(0.5 / 3**0.5)
+    assert accuracy_error(np.tile(prompts, 8), np.tile(correct, 8)) == pytest.approx(0.5 / 3**0.5)
+    unequal = accuracy_error(np.array([0, 0, 0, 1]), np.array([1.0, 1, 1, 0]))  # deviations from 3/4: 3/4 and -3/4
+    assert unequal == pytest.approx((2 * 2 * 9 / 16) ** 0.5 / 4)
+    assert np.isnan(accuracy_error(np.zeros(4), np.ones(4)))

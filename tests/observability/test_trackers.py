@@ -1,6 +1,8 @@
 import json
 import math
+import socket
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,62 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("domain/math/reward/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+SAMPLES = [
+    {"domain": domain, "prompt": f"What is 1 + {number}?\n", "response": f"<b>{1 + number}", "answer": str(1 + number), "score": 1.0}
+    | {"correct": True, "outcome": "accepted", "details": {}}
+    for domain in ("add", "sub")
+    for number in range(3)
+]
+
+
+@pytest.fixture
+def samples_file(tmp_path: Path) -> Path:
+    file = tmp_path / "samples" / "step_000010.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(record) + "\n" for record in SAMPLES))
+    return file
+
+
+def test_tensorboard_shows_samples_and_the_picture(tmp_path: Path, samples_file: Path) -> None:
+    import matplotlib.pyplot as plt
+    from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
+
+    trackers = Trackers(build_trackers([TrackerConfig(name="tensorboard", samples=2)], TrackedRun(tmp_path)))
+    trackers.show_samples(10, "step", samples_file)
+    trackers.show_samples(20, "step", samples_file.with_name("missing.jsonl"))
+    plt.imsave(tmp_path / "curves.png", [[0.0, 0.5], [1.0, 0.25]])
+    trackers.picture(tmp_path / "curves.png")
+    trackers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={TENSORS: 0})
+    events.Reload()
+    ((text,),) = [[one.tensor_proto.string_val[0].decode() for one in events.Tensors("samples/step/sub/text_summary")]]
+    assert text.count("score 1.0, correct True, outcome accepted, answer") == 2, "two of the three samples"
+    assert "    What is 1 + 0?" in text and "    <b>1" in text
+    assert [(image.width, image.height) for image in events.Images("curves")] == [(2, 2)]
+
+
+def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (tracker,) = build_trackers([TrackerConfig(name="prometheus", args={"port": port})], TrackedRun(tmp_path, "mine"))
+    for step, value in ((1, 0.25), (2, 0.75)):
+        tracker.log(step, {"reward/mean": value, "domain/math/reward/mean": value / 2, "time/train": 1.5, "actor/loss": math.nan})
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines == [
+        'roll_lite_step{domain="",experiment="mine"} 2.0',
+        'roll_lite_reward_mean{domain="",experiment="mine"} 0.75',
+        'roll_lite_reward_mean{domain="math",experiment="mine"} 0.375',
+        'roll_lite_time_train{domain="",experiment="mine"} 1.5',
+        'roll_lite_actor_loss{domain="",experiment="mine"} NaN',
+    ]
+    assert "# HELP roll_lite_reward_mean Score of the accepted samples" in text
+    with pytest.raises(ValueError, match="trackers.0: prometheus: OSError.*in use"):
+        build_trackers([TrackerConfig(name="prometheus", args={"port": port})], TrackedRun(tmp_path))
+    tracker.close()
+    socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_tensorboard_forgets_steps_that_a_run_repeats(tmp_path: Path) -> None:
@@ -171,4 +229,4 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_the_configurations_checks_know_the_same_trackers() -> None:
-    assert tuple(LOCAL) == check_trackers.LOCAL and tuple(SERVICES) == check_trackers.SERVICES
+    assert tuple(LOCAL) == check_trackers.LOCAL and list(SERVICES) == list(check_trackers.SERVICES)

@@ -93,6 +93,17 @@ async def test_a_filter_finds_what_it_names(client: TestClient[Any, Any], given:
     assert total == len(got) == sum(one["count"] for one in await answer(client, "counts", run=NAME, by="kind", **given))
 
 
+async def test_held_out_samples_are_found_by_their_part(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / NAME)
+    rows = [sample(0, "add", 50 + level, 0, parts=[f"level:{level}", "subject:sums"]) for level in (1, 2)]
+    (folder / "samples/validation_000000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    index = SampleIndex(folder)
+    index.refresh()
+    assert [(one["value"], one["count"]) for one in index.counts({}, "part")] == [("subject:sums", 2), ("level:1", 1), ("level:2", 1)]
+    assert [row["group"] for row in index.page({"part": ["level:2"]}, "-step", 0, 9)] == [52]
+    index.close()
+
+
 async def test_pages_follow_one_another_in_the_chosen_order(client: TestClient[Any, Any]) -> None:
     whole = await answer(client, "samples", run=NAME, sort="response_tokens")
     parts = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan, sqrt
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from roll_lite.data.proto import DataProto, object_column
 from roll_lite.pipeline.journal import held_out_metrics
 
 Prompt = tuple[str, str, list[int], list[int]]
-"""Domain, part, whether each sample is correct, and its answer."""
+"""Domain, parts, whether each sample is correct, and its answer."""
 
 
 def rows_of(*prompts: Prompt) -> DataProto:
@@ -20,7 +22,8 @@ def rows_of(*prompts: Prompt) -> DataProto:
             "sample": torch.arange(len(correct)),
             "group": torch.tensor([number for number, (*_, verdicts, _) in enumerate(prompts) for _ in verdicts]),
             "domain": object_column([domain for domain, _, verdicts, _ in prompts for _ in verdicts]),
-            "part": object_column([part for _, part, verdicts, _ in prompts for _ in verdicts]),
+            "parts": object_column([tuple(parts.split()) for _, parts, verdicts, _ in prompts for _ in verdicts]),
+            "finish_reason": object_column(["length" if number % 3 == 0 else "stop" for number in range(len(correct))]),
             "correct": torch.tensor(correct),
             "score": torch.tensor(correct) * 2,
             "response_length": torch.arange(len(correct)),
@@ -41,44 +44,76 @@ def test_by_domain_by_part_and_over_all_by_hand() -> None:
     assert held_out_metrics(rows, 2).values() == pytest.approx(
         {
             "validation/accuracy": 5 / 9,
+            "validation/accuracy_error": sqrt(5 / 4 * 182 / 81) / 9,
+            "validation/prompts": 5,
+            "validation/samples": 9,
+            "validation/truncated": 3 / 9,
             "validation/reward": 10 / 9,
             "validation/response_tokens": 4.0,
             "validation/pass@2": 3 / 4,
             "validation/best@2": 6 / 4,
             "validation/maj@2": 1.5 / 3,
             "domain/maths/validation/accuracy": 4 / 7,
+            "domain/maths/validation/accuracy_error": sqrt(4 / 3 * 110 / 49) / 7,
+            "domain/maths/validation/prompts": 4,
+            "domain/maths/validation/samples": 7,
+            "domain/maths/validation/truncated": 3 / 7,
             "domain/maths/validation/reward": 8 / 7,
             "domain/maths/validation/response_tokens": 3.0,
             "domain/maths/validation/pass@2": 2 / 3,
             "domain/maths/validation/best@2": 4 / 3,
             "domain/maths/validation/maj@2": 1.5 / 3,
             "domain/maths/level:1/validation/accuracy": 1.0,
+            "domain/maths/level:1/validation/accuracy_error": nan,
+            "domain/maths/level:1/validation/prompts": 1,
+            "domain/maths/level:1/validation/samples": 2,
+            "domain/maths/level:1/validation/truncated": 0.5,
             "domain/maths/level:1/validation/reward": 2.0,
             "domain/maths/level:1/validation/response_tokens": 0.5,
             "domain/maths/level:1/validation/pass@2": 1.0,
             "domain/maths/level:1/validation/best@2": 2.0,
             "domain/maths/level:1/validation/maj@2": 1.0,
             "domain/maths/level:2/validation/accuracy": 1 / 4,
+            "domain/maths/level:2/validation/accuracy_error": 0.25,
+            "domain/maths/level:2/validation/prompts": 2,
+            "domain/maths/level:2/validation/samples": 4,
+            "domain/maths/level:2/validation/truncated": 0.25,
             "domain/maths/level:2/validation/reward": 2 / 4,
             "domain/maths/level:2/validation/response_tokens": 3.5,
             "domain/maths/level:2/validation/pass@2": 1 / 2,
             "domain/maths/level:2/validation/best@2": 1.0,
             "domain/maths/level:2/validation/maj@2": 0.25,
             "domain/maths/level:3/validation/accuracy": 1.0,
+            "domain/maths/level:3/validation/accuracy_error": nan,
+            "domain/maths/level:3/validation/prompts": 1,
+            "domain/maths/level:3/validation/samples": 1,
+            "domain/maths/level:3/validation/truncated": 1.0,
             "domain/maths/level:3/validation/reward": 2.0,
             "domain/maths/level:3/validation/response_tokens": 6.0,
             "domain/code/validation/accuracy": 0.5,
+            "domain/code/validation/accuracy_error": nan,
+            "domain/code/validation/prompts": 1,
+            "domain/code/validation/samples": 2,
+            "domain/code/validation/truncated": 0.0,
             "domain/code/validation/reward": 1.0,
             "domain/code/validation/response_tokens": 7.5,
             "domain/code/validation/pass@2": 1.0,
             "domain/code/validation/best@2": 2.0,
-        }
+        },
+        nan_ok=True,
     )
 
 
+def test_a_prompt_counts_in_each_of_its_parts() -> None:
+    got = held_out_metrics(rows_of(("maths", "level:1 subject:sums", [1], [0]), ("maths", "level:2 subject:sums", [0], [0])), 1).values()
+    parts = {name.split("/")[2]: value for name, value in got.items() if name.endswith("/validation/accuracy") and name.count("/") == 4}
+    assert parts == {"level:1": 1.0, "level:2": 0.0, "subject:sums": 0.5}
+    assert got["domain/maths/subject:sums/validation/accuracy_error"] == 0.5, "of two prompts, one of them solved"
+
+
 def test_one_sample_is_worth_its_mean() -> None:
-    names = held_out_metrics(rows_of(("maths", "", [1], [0])), 1).values()
-    assert names == {f"{prefix}validation/{name}": names[f"validation/{name}"] for prefix in ("", "domain/maths/") for name in MEANS}
+    names = held_out_metrics(rows_of(("maths", "", [1], [0]), ("maths", "", [0], [0])), 1).values()
+    assert names == {f"{prefix}validation/{name}": names[f"validation/{name}"] for prefix in ("", "domain/maths/") for name in MEASURES}
 
 
-MEANS = ("accuracy", "reward", "response_tokens")
+MEASURES = ("accuracy", "accuracy_error", "prompts", "reward", "response_tokens", "samples", "truncated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Score, Transcript
 from roll_lite.distributed.strategy.base import Moved, TrainResult
+from roll_lite.observability.timers import Span
 from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
 from roll_lite.workers.actor import CreditReport
@@ -100,7 +102,7 @@ def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> Non
 def worked(journal: Journal, tmp_path: Path, device: str | None) -> dict[str, float]:
     """Record of two actor ranks with 6e12 FLOPs each, of which the slower one took 3 seconds, and of a reference."""
     ranks = [
-        {"train": PhaseWork(device, seconds, tokens=600, flops=6e12, memory={"resident": size})}
+        {"train": PhaseWork(device, seconds, [(100.0, seconds)], tokens=600, flops=6e12, memory={"resident": size})}
         for seconds, size in ((2.0, 5_000_000), (3.0, 4_000_000))
     ]
     reference = {"log_probs": PhaseWork(device, 0.5, tokens=100, flops=1e12, memory={"resident": 1_000_000})}
@@ -115,7 +117,30 @@ def test_speed_is_that_of_the_slowest_rank(journal: Journal, tmp_path: Path) -> 
     assert (record["actor/tflops"], record["actor/tokens_per_second"]) == (2.0, 200.0)
     assert (record["log_probs/tflops/reference"], record["log_probs/tokens_per_second/reference"]) == (2.0, 200.0)
     assert (record["memory/resident_megabytes/actor_train/train"], record["memory/resident_megabytes/reference/log_probs"]) == (5.0, 1.0)
+    assert (record["ranks/slowest_seconds/actor_train/train"], record["ranks/fastest_seconds/actor_train/train"]) == (3.0, 2.0)
     assert not [name for name in record if "mfu" in name or "allocated" in name]
+
+
+def test_trackers_get_spans_and_some_samples(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each step the driver's phases, and within them those of ranks; samples of every tenth step and of validations."""
+    spans: list[Span] = []
+    files: list[Path] = []
+    monkeypatch.setattr(journal._trackers, "spans", lambda step, got: spans.extend(got))
+    monkeypatch.setattr(journal._trackers, "show_samples", lambda step, kind, file: files.append(file))
+    with journal.step(9), journal.timers.phase("learn"), journal.timers.phase("train"):
+        journal.worked({"critic": [{"train": PhaseWork(None, 2.0, [(100.0, 0.5), (101.0, 1.5)])}]})
+    assert [(span.name, span.parent) for span in spans] == [
+        *(("step", ""), ("learn", "step"), ("learn/train", "learn")),
+        *[("critic[0] train", "learn/train")] * 2,
+    ]
+    assert [(span.start, span.seconds, span.role, span.rank) for span in spans[3:]] == [
+        (100.0, 0.5, "critic", 0),
+        (101.0, 1.5, "critic", 0),
+    ]
+    assert spans[0].start <= spans[1].start <= time.time() and files == []
+    with journal.step(10):
+        pass
+    assert files == [journal.folder / "samples" / "step_000010.jsonl"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +32,8 @@ def rows(version: int, newest: int) -> DataProto:
             "sample": torch.arange(3),
             "group": torch.arange(3),
             "domain": object_column(PROMPTS),
-            "part": object_column([""] * 3),
+            "parts": object_column([()] * 3),
+            "finish_reason": object_column(["stop"] * 3),
             "correct": torch.tensor([1.0, 0.0, 1.0]),
             "score": torch.tensor([1.0, 0.0, 1.0]),
             "response_length": torch.tensor([4, 5, 6]),
@@ -132,6 +135,27 @@ def test_synchronous_training_waits_for_it(tmp_path: Path, monkeypatch: pytest.M
         *("step 3", "weights 3", "step 4", "weights 4", "begin 4", "end 4"),
     ]
     assert told(tmp_path) == [(0, 0, 0), (2, 2, 2), (4, 4, 4)]
+
+
+def test_an_evaluation_is_one_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`add` and `repeat` are right, `make` is wrong; three prompts with means 1, 0, 1."""
+    (tmp_path / "config.yaml").write_bytes(b"mode: evaluate\n")
+    source = Source(looks=0)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, "mode=evaluate")
+    pipeline.run()
+    pipeline.journal.close("completed")
+    assert source.story == ["begin 0", "end 0"]
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+    assert evaluation["model"] == str(ROOT / "examples/models/tiny")
+    assert evaluation["config_sha256"] == hashlib.sha256(b"mode: evaluate\n").hexdigest()
+    assert list(evaluation["results"]) == ["overall", *PROMPTS]
+    overall = evaluation["results"]["overall"]
+    assert overall["accuracy"] == pytest.approx(2 / 3) and overall["accuracy_error"] == pytest.approx(1 / 3)
+    assert (overall["prompts"], overall["samples"], overall["truncated"], overall["seconds"]) == (3, 3, 0, 2.5)
+    assert evaluation["results"]["make"] | {"reward": 0.0, "failed": 0.0} == evaluation["results"]["make"]
+    shown = capsys.readouterr().out
+    assert re.search(r"overall +66\.7% +33\.3% +0\.67 +0\.0% +5 +3 +3", shown) and re.search(r"make +0\.0% +- ", shown)
+    assert "before training" not in shown and "evaluated in" in shown
 
 
 def test_beside_asynchronous_steps_it_is_told_under_the_step_that_it_was_begun_after(

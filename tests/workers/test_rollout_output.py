@@ -6,9 +6,11 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.keys import KEYS
 from roll_lite.data.samples import (
     Author,
@@ -24,7 +26,7 @@ from roll_lite.data.samples import (
     Transcript,
     VersionSpan,
 )
-from roll_lite.workers.rollout_output import held_out_rows, rows_of, tokens_of, write_samples
+from roll_lite.workers.rollout_output import held_out_rows, reported_columns, rows_of, tokens_of, write_samples
 
 
 def sample(group: int, index: int, prompt: tuple[int, ...], response: int, score: Score, where: tuple[str, int], **ids: int) -> Sample:
@@ -189,11 +191,31 @@ def test_held_out_rows_say_which_answers_are_equal_and_what_they_are_reported_by
     scored = [sample(0, index, (1,), 1, Score(0.0, answer=answer), ("one", index)) for index, answer in enumerate(said)]
     scored = [replace(one, prompt=replace(one.prompt, columns={"level": 3})) for one in scored]
     groups = [SampleGroup(0, "maths", tuple(scored[:4])), SampleGroup(1, "maths", tuple(scored[4:]))]
-    rows = held_out_rows(groups, AT, {"maths": "level"})
+    rows = held_out_rows(groups, AT, {"maths": ["level"]})
     assert rows["answer"].tolist() == [0, 1, 0, -1, 0, -2]
-    assert rows["part"].tolist() == ["level:3"] * 6
+    assert rows["parts"].tolist() == [("level:3",)] * 6
     newer = sample(2, 0, (1,), 3, Score(0.0), ("one", 6))
     newer = replace(newer, prompt=replace(newer.prompt, columns={"level": 3}))
-    spans = held_out_rows([*groups, SampleGroup(2, "maths", (newer,))], AT, {"maths": "level"})
+    spans = held_out_rows([*groups, SampleGroup(2, "maths", (newer,))], AT, {"maths": ["level"]})
     assert (spans["min_version"].tolist()[-1], spans["max_version"].tolist()[-1]) == (5, 6)
-    assert held_out_rows(groups, AT, {"maths": None})["part"].tolist() == [""] * 6
+    assert held_out_rows(groups, AT, {"maths": []})["parts"].tolist() == [()] * 6
+
+
+def test_a_validation_is_reported_by_level_and_subject_where_all_prompts_have_them(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"level": 3, "subject": "sums", "kind": "a"}, {"level": 4, "subject": ["sums"], "kind": "b"}]
+    one = sample(0, 0, (1,), 1, Score(0.0), ("one", 0))
+    groups = [SampleGroup(number, "maths", (replace(one, prompt=replace(one.prompt, columns=row)),)) for number, row in enumerate(rows)]
+    assert reported(groups, {}) == ["level"], "a list is neither text nor number"
+    assert reported(groups, {"report_by": []}) == []
+    assert reported(groups, {"report_by": "kind"}) == ["kind"]
+    assert reported(groups, {"report_by": ["kind", "level", "kind"]}) == ["kind", "level"]
+    many = [replace(groups[0], samples=(replace(one, prompt=replace(one.prompt, columns={"level": level})),)) for level in range(51)]
+    assert reported(many, {}) == [] and reported(many[1:], {}) == ["level"]
+    write_samples(tmp_path / "validation.jsonl", groups, 0, columns={"maths": ["kind", "level"]})
+    written = [json.loads(line)["parts"] for line in (tmp_path / "validation.jsonl").read_text().splitlines()]
+    assert written == [["kind:a", "level:3"], ["kind:b", "level:4"]]
+
+
+def reported(groups: list[SampleGroup], data: dict[str, Any]) -> list[str]:
+    domain = DomainConfig.model_validate({"data": {"train": "x", **data}, "reward": {"name": "exact"}})
+    return reported_columns(groups, {"maths": domain})["maths"]

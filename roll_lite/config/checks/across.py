@@ -1,5 +1,3 @@
-"""Checks that compare fields of several sections."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +35,9 @@ from roll_lite.config.validation import value_at
 OVERALL = "overall"
 SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
-SERVICES = ("wandb", "mlflow", "swanlab")
+SERVICES = {name: name for name in ("wandb", "mlflow", "swanlab")}
+SERVICES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
+"""Trackers by name, with the module that each needs."""
 """Trackers that need the package of the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
@@ -45,7 +45,7 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find problems beyond the schema. `files`: if False, skip checks of files and GPUs."""
+    """Find problems beyond the schema. `further`: additional checks. `files`: if False, skip checks of files and GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -142,8 +142,11 @@ def _validation_sampling(config: RunConfig) -> Mistakes:
 
 def _validation_has_data(config: RunConfig) -> Mistakes:
     if validates(config) and all(domain.data.validation is None for domain in config.domains.values()):
-        remedy = f"set domains.{next(iter(config.domains))}.data.validation, or validation.enabled: false"
-        yield "validation.enabled", f"no domain has held-out prompts; {remedy}"
+        data = f"domains.{next(iter(config.domains))}.data.validation"
+        if config.mode == "evaluate":
+            yield data, "mode: evaluate needs held-out prompts; name their file, or a data set of the hub"
+        else:
+            yield "validation.enabled", f"no domain has held-out prompts; set {data}, or validation.enabled: false"
 
 
 def _trackers(config: RunConfig) -> Iterator[Mistake]:
@@ -154,13 +157,20 @@ def _trackers(config: RunConfig) -> Iterator[Mistake]:
             yield f"{path}.name", f"trackers.{names.index(name)} is {name} too; keep one"
         if name in LOCAL and tracker.args:
             yield f"{path}.args", f"{name} takes no arguments"
-        elif name in SERVICES and find_spec(name) is None:
+        elif name in SERVICES and not _is_installed(SERVICES[name]):
             yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{name}]"'
         elif "." in name:
             yield from check_function(path, "name", name, tracker.args, or_class=True)
         elif name not in (*LOCAL, *SERVICES):
             near = did_you_mean(name, [*LOCAL, *SERVICES])
             yield f"{path}.name", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
 
 
 def _max_model_len(config: RunConfig) -> Mistakes:
@@ -225,7 +235,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report misspelt names in `simulation.domains`; others may be removed domains."""
+    """Report names in `simulation.domains` that look misspelt; other unknown names may be removed domains."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

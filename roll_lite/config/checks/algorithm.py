@@ -14,9 +14,9 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
-"""Estimators that use each turn's reward."""
+"""Advantage estimators that use each turn's reward."""
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling settings -> values that exclude no tokens."""
+"""Sampling settings, with the value that excludes no tokens."""
 
 
 def compares_groups(config: RunConfig) -> bool:
@@ -54,7 +54,7 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
 
 def _turn_rewards(config: RunConfig) -> Mistakes:
     algorithm = config.algorithm
-    for name in [name for name, domain in config.domains.items() if rewards_turns(domain)]:
+    for name in [name for name, domain in config.domains.items() if rewards_turns(domain) and config.mode != "evaluate"]:
         path = f"domains.{name}.environment.rewards"
         if config.domains[name].reward.name != ENVIRONMENT_REWARD or config.domains[name].reward.terms:
             yield path, "needs the environment's rewards as the score, without a reward or terms of the domain; leave those out, or use sum"
@@ -66,7 +66,7 @@ def _turn_rewards(config: RunConfig) -> Mistakes:
 
 
 def _full_kl(config: RunConfig) -> Mistakes:
-    """Check the object store's room for estimator `full`: a vocabulary distribution per token."""
+    """Check that the object store has room for KL estimator `full`: log-probs of the whole vocabulary per token."""
     full = [name for name, term in kl_terms(config).items() if term.estimator == "full"]
     shape = known_shape(config.model.path)
     if not full or shape is None:

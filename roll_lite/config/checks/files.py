@@ -54,7 +54,7 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Mistake in a model's safetensors, or None. Without `hf`, only a value head is checked."""
+    """Return what is wrong with a model's safetensors, or None. `head`: output layer. Without `hf`, only a value head is checked."""
     if lacks_weights(folder):  # checked after the download
         return None
     stored = stored_tensors(folder)
@@ -92,7 +92,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _read_model(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder, yield its problem, return (shape, HfConfig). Unreadable: both None; untrainable: HfConfig None."""
+    """Read a model folder; yield its problem, if any. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""
     shape = None
     try:
         shape = read_model_shape(folder)

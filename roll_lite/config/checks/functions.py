@@ -26,8 +26,8 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of `path`.`key`, is a function that takes `arguments` (None: any). `given`: optional parameters that the
-    run passes. `inputs`: first arguments, in words."""
+    """Check that `name`, the value of setting `path`.`key`, is a function that takes keyword `arguments` (None: not checked). `or_class`: a
+    class is accepted too. `given`: further keywords that the run passes. `inputs`: positional arguments, in words."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -45,7 +45,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Parameters after the first that can be passed by name."""
+    """Parameters of a function, after the first, that can be passed by name."""
     try:
         found = _definition(name)
     except ValueError:  # reported by check_function
@@ -59,8 +59,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Find a name's syntax tree through assignments and imports. None if only running the code could tell. ValueError if missing or
-    unreadable."""
+    """Return the syntax tree that defines a name, through assignments and imports. None if only running the code could tell. ValueError if
+    missing or unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -114,7 +114,7 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield names bound by statements, with values; None if known only at run time."""
+    """Yield (name, syntax tree of its value) for names that statements bind; the tree is None if known only at run time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

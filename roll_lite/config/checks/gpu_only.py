@@ -15,7 +15,7 @@ from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyCon
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
-"""Model families that SGLang's QuantizedRLModelLoader can update."""
+"""Model families whose fp8 weights SGLang (QuantizedRLModelLoader) can update."""
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -85,11 +85,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Maximum processes of a float32 run without a note about missing GPUs, even on fewer cores."""
+"""Float32 runs of up to this many processes get no note about missing GPUs, even on fewer cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note if no GPUs are visible for a bfloat16 run, or for more processes than cores."""
+    """Return a note if no GPUs are visible for a bfloat16 run, or a run with more processes than cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

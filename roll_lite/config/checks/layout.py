@@ -1,5 +1,3 @@
-"""Checks of devices and parallel sizes."""
-
 from __future__ import annotations
 
 import os
@@ -210,7 +208,7 @@ def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
 
 
 def unreadable_weights(config: RunConfig) -> str | None:
-    """Reason why engines' weights cannot be compared, or None."""
+    """Reason why engines' weights cannot be compared with the trainer's, or None."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if config.mode == "rollout_only":
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
@@ -222,7 +220,8 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if SGLang pauses requests: it recomputes their tokens with new weights and reports the experts of that pass."""
+    """Refuse routing replay if SGLang pauses requests at weight updates: it then recomputes their tokens, and reports the experts that the
+    new weights choose."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -252,7 +251,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Note roles that share GPUs if both stay loaded, or if an engine stays loaded."""
+    """Return notes on roles that share GPUs although both, or an engine, stay loaded."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -271,7 +270,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of GPU memory that engines leave free; None if unknown."""
+    """Share of GPU memory that a role's engines leave free; None if unknown."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -301,7 +300,7 @@ def gpu_count() -> int:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """Shape of the model; None if unreadable, which checks/files.py reports."""
+    """Sizes of a model; None if unreadable, which checks/files.py reports."""
     try:
         return read_model_shape(folder)
     except ValueError:

@@ -1,5 +1,3 @@
-"""Notes on legal but suspicious settings."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -67,13 +65,12 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 GIB = 1 << 30
 MOMENTS = 8
-"""Bytes of AdamW's float32 moments per weight."""
 STAGED = 8
-"""Bytes per weight of host copies for an optimizer on the host."""
+"""Bytes per weight of the gradient and weight copies that an optimizer on the host needs."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Host memory by role, over all nodes, of offloaded and host-resident tensors."""
+    """Bytes of host memory by role, over all nodes, for tensors that are offloaded or always there."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):
@@ -100,7 +97,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def weight_counts(folder: Path) -> tuple[int, int]:
-    """Numbers of weights: in experts, elsewhere."""
+    """Count a model's weights: (in experts, elsewhere)."""
     hf = read_hf_config(folder)
     sizes = {name: prod(shape) for name, shape in weight_shapes(hf).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -23,7 +23,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import elsewhere, is_file
 
 TOOL_PACKAGES = {"search": "bm25s", "mcp": "mcp"}
-"""Tool -> required package (extra roll_lite[TOOL])."""
 
 
 def _turns(config: RunConfig) -> Mistakes:
@@ -125,7 +124,7 @@ def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Note if stale samples train without importance weights."""
+    """Return a note if samples of older weights train without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

@@ -1,4 +1,4 @@
-"""Convert another trainer's settings by its YAML table."""
+"""Convert settings of another trainer (verl, TRL, ...) by a YAML table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Converted settings. `told`: settings without counterpart, and notes."""
+    """Converted settings. `told`: messages on settings without counterpart, and notes."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
@@ -71,7 +71,8 @@ class Conversion:
         _drop_defaults(self.config, self.config)
 
     def entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Find a key's entry, longest pattern first, and the text that `{name}` matches."""
+        """Return the table entry whose pattern matches a key, longest pattern first, and the part matched by `{name}`. Unknown keys get an
+        entry with an error message."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
@@ -90,7 +91,7 @@ class Conversion:
             self.told.append(Problem(setting.key, message, setting.value, f"{self._file}:{setting.line}"))
 
     def _write(self, setting: Setting, entry: dict[str, Any], name: str) -> str:
-        """Set a setting's counterparts; return an error message or an empty text."""
+        """Write a setting's converted value to our settings named in `entry`. Return an error message or ""."""
         value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
@@ -118,7 +119,7 @@ def _meaning(config: dict[str, Any]) -> object:
 
 
 def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
-    """Drop settings that change nothing. Device counts stay: presets may treat an explicit default differently."""
+    """Drop settings equal to their defaults. Device counts stay: placement presets treat a given count differently."""
     whole = _meaning(config)
     for key, value in list(section.items()):
         if isinstance(value, dict):
@@ -133,8 +134,6 @@ def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting read from a file."""
-
     key: str
     value: Any
     line: int
@@ -171,7 +170,7 @@ def _from_yaml(text: str, file: str) -> list[Setting]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
-    """Arguments of all commands and arrays that have a known one."""
+    """Return the arguments of each command or array in a shell script that contains at least one known argument."""
     found: list[Setting] = []
     for command in _commands(text):
         start = len(found)
@@ -196,7 +195,7 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays of (word, line). All branches are read."""
+    """Split a shell script into commands and arrays, each a list of (word, line number). All branches are read."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array = "", False
@@ -227,7 +226,8 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand shell text. Environment variables become ${oc.env:NAME}, unknown expansions $(...)."""
+    """Expand variables and sums in shell text. Variables that the script does not set become ${oc.env:NAME} or their default, other
+    expansions $(...)."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

@@ -33,9 +33,9 @@ class Composed:
     """Paths of unresolvable values; the root if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Path -> (text in the file, value), for values from environment variables."""
+    """Values from environment variables, by path: (text in the file, value)."""
     replaced_files: list[str]
-    """Notes on replaced shipped files."""
+    """Notes on user files that replace shipped ones."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Composer:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the file's defaults, then the file, unless `_self_` places it elsewhere."""
+        """Append the files in this file's `defaults`, then the file itself, unless `_self_` places it elsewhere."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -80,12 +80,11 @@ class _Composer:
         return path
 
     def refuse(self, place: str, message: str, value: Any = NO_VALUE, broken: Path = ()) -> None:
-        """Report a problem and mark a path as broken, by default the root."""
         self.problems.append(Problem(place, message, value))
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Pairs (file name, place); the name is None for `_self_`."""
+        """Return (file name, place for messages) for each entry of `defaults`; the name is None for `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -135,7 +134,7 @@ def suggestion(name: str, folder: FilePath) -> str:
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its defaults and overrides. `may_be_left_out`: accept missing values (`???`)."""
+    """Merge a file, the files in its `defaults`, and overrides. `may_be_left_out`: accept missing values (`???`)."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -174,7 +173,7 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Environment variables of the value being resolved."""
+"""Environment variables read so far for the value being resolved."""
 
 
 def _environment(key: str, *default: Any) -> Any:
@@ -225,7 +224,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """Error message without environment values."""
+    """Describe an error without the values of environment variables."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

@@ -24,7 +24,7 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True for a word that stands for a section, not for an interpolation."""
+    """True if the value is a word that stands for a section of this `name`."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 

@@ -1,4 +1,4 @@
-"""Overrides: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.name=jsonl`."""
+"""Command-line overrides: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.name=jsonl`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of `name` before others of its section, which a new name would drop."""
+    """Move overrides of `name` before others of its section: a later change of `name` would drop those."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -70,7 +70,7 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Expand a sweep: `key=a,b`, `key=choice(a,b)` or `key=range(1,3)`. ValueError if invalid."""
+    """Expand a sweep, `key=a,b`, `key=choice(a,b)` or `key=range(1,3)`, into one override per value. ValueError if invalid."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
         values = _parts(raw) if separator else []
@@ -146,7 +146,7 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Innermost existing section or list on the path, and its depth. LookupError if the next key does not fit."""
+    """Return the innermost existing section or list on the override's path, and its depth. LookupError if the next key does not fit."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

@@ -1,5 +1,3 @@
-"""Parse YAML to plain data with line numbers; collect all mistakes."""
-
 from __future__ import annotations
 
 import re
@@ -14,11 +12,11 @@ from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, spa
 from roll_lite.files import first_line
 
 MOST_VALUES = 100_000
-"""Limit of values, with aliases expanded."""
+"""Maximum values of a file, with aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but 1e-6 is a number and 2026-08-01 a text."""
+    """YAML 1.1 loader that reads 1e-6 as a number and 2026-08-01 as a text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -44,7 +42,7 @@ class YamlSource:
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """Parse the text of path `root`. `place`: its name in messages."""
+    """Parse YAML text. `place`: its name in messages. `root`: configuration path of its top."""
     source = YamlSource()
     try:
         loader = _Loader(text)

@@ -1,5 +1,3 @@
-"""Section `algorithm` and its parts."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal
@@ -31,7 +29,7 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures by its estimator (k3 for abs), kl_in_loss by k3 or
+    """Target of KL(policy || reference), in nats per token, measured in kl_in_reward by its estimator (k3 for abs), in kl_in_loss by k3 or
     full."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
@@ -149,13 +147,13 @@ class PtxConfig(Section):
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
     samples: PositiveInt
-    """Rows per optimizer step, packed with the policy's samples."""
+    """Data rows per optimizer step, packed with the policy's samples."""
     max_tokens: Annotated[int, Field(ge=2)] = 4096
     """Maximum tokens of prompt and answer; longer rows are cut."""
 
     @property
     def as_domain(self) -> DomainConfig:
-        """DomainConfig with this data and template, to load and check them."""
+        """This data and template as a domain, for code that loads and checks domains."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -178,9 +176,11 @@ class AlgorithmConfig(Section):
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over tokens. sequence_mean_token_mean,
-    sequence_mean_token_sum: mean over sequences of token means or sums. constant: the latter, divided by aggregation_constant."""
+    sequence_mean_token_sum: mean over sequences of their tokens' mean or sum. constant: mean of the sums, divided by
+    aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """Sequence of `aggregation` if a sample has several rows (an agent's requests branch). sample: all its rows. row: each row."""
+    """What `aggregation` counts as a sequence if an agent's requests branch, so that a sample has several training rows. sample: all its
+    rows. row: each row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -194,16 +194,16 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
     """Source of old log-probs. recompute: an extra forward pass. current: the training pass, detached. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts of the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: the engine's, in that pass
-    too. The router still learns, as its probabilities weight the experts."""
+    """Experts in the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: those that the engine chose,
+    in that pass too. The router still learns, as its probabilities weight the experts."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
-    """Limit of KL(old || new), in nats per token. After an update that exceeds it, the actor skips its remaining updates of the step."""
+    """Limit of KL(old || new), in nats per token, beyond which the actor skips the step's remaining updates."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps, which train only the critic."""
+    """Steps at the start that train only the critic."""
 
     @rule
     def _current(self) -> Mistakes:
@@ -240,6 +240,6 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """True if the loss has a ratio to the engine's log-probs."""
+        """True if the loss weights tokens by their probability ratio to the engine's."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

@@ -61,9 +61,7 @@ def _as_written(path: Any) -> str:
 
 _AS_WRITTEN = PlainSerializer(_as_written, when_used="json")
 ModelFolder = Annotated[Path, AfterValidator(lambda path: located(path, "model") or from_current_folder(path)), _AS_WRITTEN]
-"""Model folder, or name of a model on the hub."""
 DataPath = Annotated[Path, AfterValidator(lambda path: located(path, "dataset") or from_current_folder(path)), _AS_WRITTEN]
-"""File, folder, or data set on the hub (hf://...)."""
 
 
 class Refused(Exception):
@@ -107,10 +105,9 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Run the section's rules. A rule stops at an invalid field; others still run."""
+        """Return what the section's rules find. A rule stops at an invalid field; others still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All fields except `name`, as keyword arguments."""
         return {field: value for field, value in self if field != "name"}

@@ -1,5 +1,3 @@
-"""Sections of domains and of rollouts."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -28,7 +26,7 @@ class DataFilterConfig(Section):
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
-    """Column for difficulty_range, such as a model's share of correct samples."""
+    """Column that difficulty_range limits, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
     """Keep training prompts, not held-out ones, with a difficulty in this inclusive range."""
 
@@ -43,20 +41,20 @@ DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotate
 
 class DataConfig(Section):
     preset: str | None = None
-    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings apply where the domain has none; your own files then
+    """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
     need its columns."""
     validation_preset: str | None = None
-    """Preset of `validation`, if different."""
-    train: DataFiles
-    """Training prompts: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
+    """Preset for held-out prompts, if different."""
+    train: DataFiles | None = None
+    """Training prompts, for every mode but evaluate: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
     hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to their shares of the
     prompts."""
     validation: DataFiles | None = None
     """Held-out prompts in the same forms; all are used, without shares."""
     tag: str | None = None
-    """Column with the row's tag, if domains share files."""
+    """Column with a tag that assigns rows to domains which share files."""
     tags: list[str] = Field(default_factory=list)
-    """Tags of this domain's rows. A tag in no domain is an error."""
+    """Tags of this domain's rows. A row whose tag no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
     """Selection of rows."""
     prompt: str = "prompt"
@@ -66,9 +64,15 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of the batch."""
-    report_by: str | None = None
-    """Column of held-out prompts, such as level, by whose values (at most 50) validation is also reported."""
+    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of batches."""
+    report_by: str | list[str] | None = None
+    """Column or columns of held-out prompts. Validation is also reported for each of their values (at most 50 of each). null: those of
+    level and subject that the prompts have; []: none."""
+
+    @property
+    def reported(self) -> list[str]:
+        """Columns that `report_by` names."""
+        return [self.report_by] if isinstance(self.report_by, str) else list(dict.fromkeys(self.report_by or ()))
 
     def preset_of(self, split: str) -> str | None:
         return self.preset if split == "train" else self.validation_preset or self.preset
@@ -115,7 +119,7 @@ class SamplingConfig(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Minimum probability relative to the likeliest token's; 0: off."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt in tokens, template included; longer ones are an error (data.filter.prompt_tokens)."""
+    """Longest prompt in tokens, template included; longer ones are an error, unless data.filter.prompt_tokens drops them."""
     max_tokens: PositiveInt = 1024
     """Longest response in tokens; longer ones are truncated."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -202,7 +206,7 @@ class RewardConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     terms: list[RewardTermConfig] = Field(default_factory=list)
-    """Further rewards, added with weights. Only `name` decides whether a sample is correct."""
+    """Further rewards, added with weights. Only the main reward decides whether a sample is correct."""
     workers: PositiveInt = 1
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
@@ -275,9 +279,9 @@ class GroupFilterConfig(Section):
     below: float | None = None
     """Train only groups with a smaller measure. null: 1 for accuracy."""
     tries: PositiveInt = 10
-    """Maximum prompts of a domain for a batch, as a multiple of its groups in the batch."""
+    """Maximum prompts tried for a batch, as a multiple of the domain's groups in it."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action after `tries`. fail: end the run. continue: train the passing groups."""
+    """Action if `tries` do not suffice. fail: end the run. continue: train the passing groups."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -327,7 +331,7 @@ class RolloutConfig(Section):
     max_tokens_per_engine: PositiveInt | None = None
     """Maximum tokens of an engine's requests, counting prompts and expected responses. null: only max_running_requests counts."""
     stream_log_probs: bool = False
-    """Compute log-probs and values of finished groups during generation. Needs separate devices."""
+    """Compute log-probs and values of finished groups during generation. Needs training roles and engines on separate devices."""
     dump: bool = False
     """Write every batch (tokens, log-probs, texts) to the run's `dumps/` (docs/replay.md)."""
     keep_mask: bool = False

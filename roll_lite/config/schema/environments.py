@@ -1,5 +1,3 @@
-"""Sections of environments, which answer the policy over several turns."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -46,7 +44,7 @@ class PythonToolConfig(Section):
 
     name: Literal["python"]
     timeout_s: PositiveFloat = 10.0
-    """Seconds for a call; then the code gets a KeyboardInterrupt, and if it ignores that, a kill."""
+    """Seconds for a call. Then the code gets a KeyboardInterrupt, and is killed if it ignores that."""
     memory_mb: PositiveInt = 512
     """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
@@ -62,9 +60,9 @@ class SearchToolConfig(Section):
 
     name: Literal["search"]
     corpus: UserPath
-    """Documents: JSON lines, whose `id` and `title` are shown too, or text with one per line."""
+    """File of documents: JSON lines (`id` and `title` are shown too), or text with one document per line."""
     text: str = "text"
-    """Column with the text of a document."""
+    """JSON field with a document's text."""
     results: PositiveInt = 5
     """Maximum documents per search."""
 
@@ -141,7 +139,7 @@ class AdapterSection(EnvironmentSection):
 
 
 class GymEnvironmentConfig(AdapterSection):
-    """Gymnasium environment whose observations and actions are texts, or convert to texts."""
+    """Gymnasium environment whose observations and actions are texts, or can be converted to texts."""
 
     package = "gymnasium"
     name: Literal["gym"]
@@ -199,10 +197,10 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     url: Annotated[str, AfterValidator(_server)]
     """Server address. It must allow workers x parallel sessions."""
     action: str
-    """Action field for the response; or dotted path to your function `text -> dict`. The policy sees a ValueError's message and responds
-    again."""
+    """Field of the action that gets the response; or dotted path to your function `text -> dict`. The policy sees a ValueError's message
+    and responds again."""
     observation: str | None = None
-    """Observation field for the policy; or dotted path to your function `observation -> text`. null: everything, as JSON."""
+    """Field of the observation that the policy sees; or dotted path to your function `observation -> text`. null: everything, as JSON."""
     columns: list[str] = Field(default_factory=list)
     """Data columns that `reset` gets as arguments."""
 
@@ -213,7 +211,7 @@ class VerifiersEnvironmentConfig(AdapterSection):
     package = "verifiers"
     name: Literal["verifiers"]
     id: str
-    """Name of its installed package, or of a module."""
+    """Name of the environment's installed package, or of a module."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `load_environment`."""
 

@@ -1,5 +1,3 @@
-"""Sections of advantage estimators and losses."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -72,8 +70,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, for n samples in the batch, m in groups whose rewards differ, so that other groups do not shrink the
-    gradient."""
+    """(reward - group mean) * n / m, with n samples in the batch, m of them in groups whose rewards differ, so that other groups do not
+    shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -287,4 +285,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Value clipping: a value that changed by more within a step does not lower its loss further."""
+    """Value clipping: a change of a value by more than this within a step does not lower its loss further."""

@@ -1,5 +1,3 @@
-"""Sections of the model, optimizer, LoRA, strategies and roles."""
-
 from __future__ import annotations
 
 import re
@@ -68,7 +66,6 @@ class OptimizerConfig(Section):
 
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
-"""Linear layers of attention and MLP, by their names in Hugging Face."""
 
 
 class LoraConfig(Section):
@@ -159,11 +156,11 @@ class EngineStrategyConfig(Section):
     tensor_parallel: PositiveInt = 1
     """Devices of an engine replica, which split every layer's matrices."""
     expert_parallel: PositiveInt = 1
-    """1: each device holds a part of every expert. tensor_parallel: whole experts."""
+    """1: each device holds a slice of every expert. Equal to tensor_parallel: each holds whole experts."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; null: from the domains' sampling."""
     max_running_requests: PositiveInt = 256
-    """Maximum requests that an engine decodes at a time."""
+    """Maximum requests decoded by an engine at a time."""
     max_batched_tokens: PositiveInt = 8192
     """Maximum tokens in an engine's forward pass; longer prompts are split, except by vLLM on a CPU."""
     kv_cache_mb: PositiveInt | None = None
@@ -233,8 +230,8 @@ class ForwardRoleConfig(Section):
     offload: bool = False
     """Free this role's device memory while it is idle."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint or their
-    initial weights, and repeat later updates."""
+    """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint, or initial
+    weights, and repeat the updates since."""
     threads: PositiveInt = 1
     """CPU threads per process."""
 
@@ -316,8 +313,8 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list, for devices / strategy.tensor_parallel replicas. One that needs more than placement.devices_per_node
-    takes equally many devices on several nodes."""
+    """Number of devices, or a list, for devices / strategy.tensor_parallel replicas. A replica that needs more than
+    placement.devices_per_node takes equally many devices on several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)

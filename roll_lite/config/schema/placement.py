@@ -6,8 +6,9 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 
 
 class PlacementConfig(Section):
-    """Assignment of devices to roles. `devices` defaults to as many as the roles it shares devices with. Except under by_role, roles that
-    share devices take turns (`offload: true`); judges never share. `placement: colocated` is short for `{name: colocated}`."""
+    """Assignment of devices to roles. A role without `devices` gets as many as the roles with which it shares devices. Except under
+    by_role, roles that share devices take turns (`offload: true`); judges never share. `placement: colocated` is short for `{name:
+    colocated}`."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
     """by_role: `devices: n` means devices 0 to n-1. colocated: all roles share devices. split: models that train or score share devices,

@@ -1,5 +1,3 @@
-"""Root section, and sections of the whole run."""
-
 from __future__ import annotations
 
 import re
@@ -126,9 +124,12 @@ class ReplayConfig(Section):
 
 class TrackerConfig(Section):
     name: str
-    """jsonl, tensorboard, wandb, mlflow, swanlab, or dotted path to your Tracker class."""
+    """jsonl, tensorboard, wandb, mlflow, swanlab, prometheus, opentelemetry, or dotted path to your Tracker class."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `wandb.init`, `swanlab.init` or your class; mlflow: tracking_uri, experiment_name, run_name."""
+    """Keyword arguments of `wandb.init`, `swanlab.init`, opentelemetry's `OTLPSpanExporter` or your class; mlflow: tracking_uri,
+    experiment_name, run_name; prometheus: port, address."""
+    samples: Annotated[int, Field(ge=0)] = 8
+    """Samples per domain shown as text, with every validation and every tenth step (tensorboard, wandb, mlflow, swanlab)."""
 
 
 class WeightSyncConfig(Section):
@@ -146,14 +147,13 @@ class WeightSyncConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung; the run reports which
-    process did not answer. Hung training roles and a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the
-    work is only slow."""
+    """Time limits in seconds; 0 or null: unlimited. A phase (metric `time/<phase>`) over its limit counts as hung. Hung training roles and
+    a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
     """Start of models and engines (Ray: ray.start_timeout_s)."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines (one wait: weight_sync.timeout_s)."""
+    """Weight update of all engines (single waits: weight_sync.timeout_s)."""
     generate: TimeLimit = 14400.0
     """Generation of a batch (one response: rollout.request_timeout_s)."""
     log_probs: TimeLimit = 7200.0
@@ -232,9 +232,9 @@ class RunConfig(Section):
     """Generate the same samples in every run, resumed or not. Needs CPUs and `rollout.supply: sync`."""
     steps: PositiveInt = 100
     """Training steps, or batches with `mode: rollout_only`."""
-    mode: Literal["full", "rollout_only", "train_only"] = "full"
+    mode: Literal["full", "rollout_only", "train_only", "evaluate"] = "full"
     """full: generate and train. rollout_only: generate, score and dump with the initial model. train_only: train on a past run's dumps
-    (`replay.path`)."""
+    (`replay.path`). evaluate: validate the model once; settings of training have no effect (docs/evaluate.md)."""
     model: ModelConfig
     """Model to train."""
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
@@ -284,6 +284,12 @@ class RunConfig(Section):
     def _profiled(self) -> Mistakes:
         if max(self.profile.steps, default=0) > self.steps:
             yield "profile.steps", f"the run ends after step {self.steps}; name steps from 1 to {self.steps}"
+
+    @rule
+    def _training_prompts(self) -> Mistakes:
+        for name, domain in self.domains.items():
+            if domain.data.train is None and self.mode != "evaluate":
+                yield f"domains.{name}.data.train", "there is nothing to train on; name a file, or a data set of the hub"
 
     @rule
     def _dumps(self) -> Mistakes:

@@ -43,14 +43,14 @@ class SimulatedEngineConfig(Section):
 
 
 class SimulatedTrainerConfig(Section):
-    """Speed of the trainer. Defaults: 7B model on H100s, log-probs and one epoch."""
+    """Speed of the trainer. Defaults: 7B model on H100s, one pass for log-probs, one epoch."""
 
     overhead_s: NonNegativeFloat = 5.0
     """Fixed seconds per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
     """Prompt and response tokens per second and device, for log-probs and training together."""
     log_probs: Share = 0.25
-    """Share of the trainer's time for log-probs and values, overlapped with generation by `rollout.stream_log_probs`."""
+    """Share of the trainer's time for log-probs and values, which `rollout.stream_log_probs` overlaps with generation."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
 
@@ -71,7 +71,7 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at a time. null: unlimited; right for times from `--from`, which include waiting."""
+    """Samples scored at once; null: unlimited. Keep null with scoring times measured by `--from`: they include waiting."""
     turns: Annotated[float, Field(ge=1)] = 1.0
     """Median responses per episode. Response lengths are per response."""
     turns_p99: Annotated[float, Field(ge=1)] | None = None

@@ -37,7 +37,7 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Parallel coordinates of a rank. Only head ranks (tensor rank 0, context rank 0, last pipeline stage) return results."""
+    """Parallel coordinates of a rank. Only head ranks (first tensor and context rank of the last pipeline stage) return results."""
 
     rank: int
     world_size: int
@@ -76,12 +76,12 @@ class ModelSpec:
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
     optimizer: OptimizerConfig | None = None
-    """Optimizer settings; None: the model only runs forward passes."""
+    """None: the model only runs forward passes."""
     total_updates: int | None = None
     """Optimizer steps of the whole run, for learning rate decay."""
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
-    """Source of a value model's weights; None: language model."""
+    """None: language model, without value head."""
     lora: LoraConfig | None = None
     """Adapters to train; None: all weights."""
     ema_decay: float | None = None
@@ -106,7 +106,7 @@ class Moved:
 
     freed_bytes: int = 0
     out_bytes: int = 0
-    """Bytes copied to the host. Dropped state and state with a valid host copy do not count."""
+    """Bytes copied to the host; not state that is dropped or has a valid host copy."""
     in_bytes: int = 0
     out_seconds: float = 0.0
     in_seconds: float = 0.0
@@ -162,8 +162,7 @@ class ForwardStrategy(ABC):
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
         """Divide this rank's rows, of `lengths` tokens, into micro-batches.
 
-        `together`: collective over data-parallel ranks, for equal numbers of micro-batches; else each replica plans alone.
-        """
+        `together`: all data-parallel ranks take part and get equally many micro-batches; else each replica plans alone."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
@@ -171,8 +170,7 @@ class ForwardStrategy(ABC):
 
         Outputs: log_probs, entropy, distribution; with a value head values, final_value; with experts `experts` (chosen ids). Optional
         batch columns, also in train_step: `temperature` divides logits, `kept_ids` restricts the softmax, `old_experts` or
-        `rollout_experts` are replayed.
-        """
+        `rollout_experts` are expert choices to replay."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
@@ -185,7 +183,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Handle of this rank's checkpoint files, written already; subclasses write in the background."""
+    """Checkpoint files of this rank. Here, they are already written; subclasses write in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -217,16 +215,17 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan of the tensors sent to engines, equal on every rank: merged weights, or only adapters (lora.engines "adapter")."""
+        """Plan which tensors are sent to engines, equally on every rank: weights with adapters merged, or only adapters (lora.engines
+        "adapter")."""
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket (collective). Returns tensors on the sending rank, None on others. They may share the model's memory, so they
-        are valid only until training continues."""
+        """Gather one bucket of tensors (collective). Returns them on the sending rank, None on others. They may share the model's memory:
+        valid only until training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksums of this rank's weights by tensor and shard. They must agree between ranks with the same key."""
+        """Checksum this rank's weights. Ranks that return the same key (tensor and shard) must agree."""
 
     @property
     @abstractmethod
@@ -300,7 +299,6 @@ class EngineSpec:
     max_model_len: int
     seed: int = 1
     threads: int = 1
-    """CPU threads per engine process."""
     silence_s: float | None = None
     """Seconds that an engine process may be stopped (SIGSTOP) before the engine counts as dead; None: unlimited."""
     step_s: float | Literal["auto"] | None = None
@@ -326,8 +324,7 @@ class RequestProgress:
     part: Completion | None = None
     """New tokens since the last report, without text and finish reason.
 
-    The newest token is left out: it may end the response, and a retry must not continue after the end.
-    """
+    The newest token is left out: it may end the response, and a retry must not continue after the end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -338,7 +335,6 @@ class InferenceStrategy(ABC):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Start-up messages about overridden user settings."""
         return ()
 
     @abstractmethod
@@ -346,10 +342,9 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
-        """Start a request. The future returns a completion even after errors and aborts; cancelling the future aborts.
+        """Start a request. The future returns a completion even after errors and aborts; cancelling the future aborts the request.
 
-        `report` is called soon after the engine starts the request, then every few seconds with new tokens.
-        """
+        `report` is called soon after the engine starts the request, then every few seconds with new tokens."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -363,7 +358,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Move the engine's workers to the trainers' new transfer group (collective). `first_member`: the first worker's member number."""
+        """Move the engine's workers to the trainers' new transfer group (collective). `first_member`: member number of the first worker."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -399,12 +394,12 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Load offloaded parts to the device. A weight update needs only the weights."""
+        """Load offloaded parts to the device. A weight update needs only the weights loaded."""
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """Free device memory: weights move to the host or are dropped (EngineSpec.sleep), the KV cache is dropped. Running requests are
-        aborted; new ones wait for a full load."""
+        aborted; new ones wait until everything is loaded."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...
@@ -413,5 +408,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead because a part outside this process is gone."""
+        """Declare the engine dead: something that it needs outside this process is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -1,4 +1,4 @@
-"""Building of strategies, and checks of engine arguments. torch, frameworks and engines are imported only when built."""
+"""Build strategies and check engine arguments. torch, frameworks and engines are imported only when built."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
     return HfRewardStrategy(spec)
 
 
+ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
+"""Engine -> its installed version. NotInstalled without it, RuntimeError if the version is not supported."""
+
+
 @dataclass(frozen=True)
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
@@ -69,15 +73,15 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Settings of one of several engines on a GPU. `place`: number of engines that start earlier. vLLM's memory setting is a fraction of
-    the GPU, SGLang's of free memory."""
+    """Return the settings of one of `sharers` engines on a GPU. `place`: number of engines that start earlier. vLLM's memory setting is a
+    fraction of the GPU's memory, SGLang's of the free memory."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
 
 
 def build_part(spec: EngineSpec) -> EnginePart:
-    """Build the part of a multi-node engine on a node other than the first."""
+    """Build the part of a multi-node engine that runs on a node other than the first."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.vllm.compat.engine import VllmPart
@@ -112,8 +116,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not
-    checked."""
+    """Yield a problem per unusable argument. `own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the
+    engine's arguments; empty: not checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -125,8 +129,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class; None: all).
-    Empty if a file or class is missing."""
+    """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class;
+    None: all). Empty if a file or class is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""Reward model run by Hugging Face transformers, whole on each rank."""
+"""Reward model run by Hugging Face transformers, unsharded on each rank."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class HfRewardStrategy(ForwardStrategy):
         return DataProto({"final_value": plan.collect_rows(scores)})
 
     def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Score right-padded token ids [B, T]; returns [B]."""
         batch, width = input_ids.shape
         mask = (torch.arange(width) < lengths[:, None]).to(self.device)
         inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}

@@ -46,7 +46,7 @@ class Wire:
     """Create a send buffer from (size in bytes, number of readers)."""
     device: str
     polled: bool = False
-    """Poll for completion: NCCL returns before the broadcast is done."""
+    """True if completion must be polled: NCCL returns before the broadcast is done."""
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
@@ -195,7 +195,7 @@ class _Broadcasts:
 
 
 def _own_address(host: str, port: int) -> str:
-    """IP address of this machine on its route to the rendezvous: gloo's default, the host name, is often unreachable."""
+    """Return this machine's IP address on its route to the rendezvous: gloo's default, the host name, is often unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -260,12 +260,12 @@ class BroadcastReceiver(TransportReceiver):
 
 
 def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
-    """Receivers of the route on the same machine as member `of`."""
+    """Return the route's receivers on the same machine as member `of`."""
     return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Route that keeps only the first receiver of each machine."""
+    """Return a route with only the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -305,7 +305,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Route from this machine's first receiver to its others."""
+        """Return the route from this machine's first receiver to its others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

@@ -1,5 +1,3 @@
-"""Weight sender in a training rank and weight receiver in an engine worker."""
-
 from __future__ import annotations
 
 import time
@@ -47,7 +45,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route into one route per transport."""
+    """Split a route (one sender, several receivers) into one route per transport."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int], list[int]] = {}
@@ -100,7 +98,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sender that uses several transports, each for its own receivers."""
+    """Sender that uses several transports, each for some of the receivers."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -170,7 +168,7 @@ class WeightSender:
         self._store: Any = None
         self._transport: TransportSender | None = None
         self._exported_memory: list[ExportedMemory] = []
-        """GPU memory exported in earlier transfer groups; see `memory.free_abandoned_exports`."""
+        """GPU memory that was exported in earlier transfer groups; see `memory.free_abandoned_exports`."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -262,7 +260,7 @@ class WeightReceiver:
         self._transport: TransportReceiver | None = None
         self._begun = False
         self.touched = False
-        """True while the model holds a partial update, so its weights are a mix of old and new."""
+        """True while an unfinished update has changed the model, so that its weights are a mix of old and new."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:

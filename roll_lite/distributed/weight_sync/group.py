@@ -68,7 +68,7 @@ _INTERRUPTED = "interrupted"
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Store keys of step n are deleted at step n + 2; until then a member may still read them."""
+"""Keys of step n are deleted from the store at step n + 2; until then a member may still read them."""
 
 
 class TransferError(RuntimeError):
@@ -85,7 +85,7 @@ class StaleEpoch(TransferError):
 
 @dataclass(frozen=True)
 class Transferred:
-    """Outcome for one trainer rank or engine."""
+    """Outcome of a weight update for one trainer rank or engine."""
 
     failure: str | None = None
     """Cause of failure, possibly in another member; None: success."""
@@ -109,9 +109,9 @@ class Pushed:
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker, by phase. Phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent. A broadcast counts once for all receivers."""
+    """Megabytes sent, by transport. A broadcast counts once for all receivers."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank."""
+    """Seconds of the slowest trainer rank, by transport."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -134,7 +134,7 @@ Moment = Literal["here", "done"]
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Start a rendezvous store on a free port (`store.port`); it ends with the returned object."""
+    """Start a rendezvous store on a free port (`store.port`). The store ends with the returned object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -291,7 +291,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys (key -> member that writes it) are in the store. The store's own wait does not name the missing key."""
+        """Poll until all keys (key -> member that writes it) are in the store, whose own wait would not name the missing key."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:

@@ -44,12 +44,12 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that segments can be reused. Untouched pages take no memory."""
+    """Round up to a power of two, so that more buckets fit into a reused segment. Untouched pages take no memory."""
     return 1 << (nbytes - 1).bit_length()
 
 
 class BucketSegment(Watched):
-    """Send buffer in private host memory."""
+    """Send buffer for a bucket, in private host memory."""
 
     handle = ""
     exports: Sequence[Export] = ()
@@ -113,7 +113,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement torch's reader counter in place of a reader that never will."""
+    """Decrement torch's reader counter in place of a reader that never does."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -125,14 +125,12 @@ def collect() -> None:
 _STORAGE = 4
 """Index of the storage class in the arguments of torch's `rebuild_cuda_tensor`."""
 _DEVICE = 6
-"""Index of the sender's device number in the arguments of torch's `rebuild_cuda_tensor`."""
 _COUNTER = slice(11, 13)
-"""Indices of the IPC counter's file and offset in the arguments of torch's `rebuild_cuda_tensor`."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Open a segment by (handle, reader index). OSError if out of reach."""
+"""Opens a segment by (handle, reader index). OSError if out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

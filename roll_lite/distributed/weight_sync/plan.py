@@ -36,7 +36,7 @@ class ExportedTensor:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Description of the tensor as sent to engines of `dtype`. The sender casts only if that saves bytes."""
+        """Return the tensor's description as sent to engines of `dtype`. The sender casts only if that saves bytes."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -71,7 +71,6 @@ class Route:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """Convert to plain types, for the engine's RPC."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 
@@ -96,7 +95,7 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Minimum size of a send buffer: the largest bucket of several tensors."""
+    """Minimum size of a send buffer: that of the largest bucket with several tensors."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -141,10 +140,9 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update: owners send buckets to all engine workers, experts only to their workers.
+    """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them.
 
-    `engines`: engine number -> workers. `dtype`: the engines' dtype. `expert_parallel`: workers that share an engine's experts.
-    """
+    `engines`: engine number -> workers. `dtype`: the engines' dtype. `expert_parallel`: workers that share an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -173,7 +171,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Expert tensor name -> worker. Empty if every worker holds a part of every expert."""
+    """Return expert tensor name -> worker. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

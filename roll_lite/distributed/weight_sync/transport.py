@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Wait until every receiver has loaded a bucket. Returns receiver -> handles of segments still in use."""
+"""Waits until every receiver has loaded a bucket. Returns receiver -> handles of segments still in use."""
 
 
 class SendBuffers:
@@ -38,7 +38,7 @@ class SendBuffers:
         """Receiver -> segment handles in use at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
-        """Smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
+        """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
         while len(self.in_flight) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.in_flight}
@@ -78,7 +78,7 @@ class TransportSender(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """`copy`: filling buffers; `wait`: for buffers or receivers."""
+        """Seconds spent so far: `copy`, filling buffers; `wait`, waiting for a free buffer or for receivers."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
 
     @abstractmethod
@@ -91,7 +91,7 @@ class TransportSender(ABC):
 
     @abstractmethod
     def exported_memory(self) -> list[ExportedMemory]:
-        """GPU memory exports that readers may still hold."""
+        """Return the GPU memory exports that readers may still hold."""
 
     def close(self) -> None:
         self.group.close()

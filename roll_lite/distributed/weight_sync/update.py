@@ -1,5 +1,3 @@
-"""Checks of a weight update: shapes, completeness and checksums."""
-
 from __future__ import annotations
 
 import hashlib

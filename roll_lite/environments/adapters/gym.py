@@ -1,5 +1,3 @@
-"""Environments with Gymnasium's interface."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Environments on OpenEnv servers."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Tasks that reasoning-gym generates."""
-
 from __future__ import annotations
 
 from functools import partial

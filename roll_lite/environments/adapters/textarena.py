@@ -1,5 +1,3 @@
-"""Single-player games of TextArena."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Environments of verifiers."""
-
 from __future__ import annotations
 
 import json

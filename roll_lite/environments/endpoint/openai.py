@@ -1,5 +1,3 @@
-"""OpenAI's APIs: chat completions, completions and responses."""
-
 from __future__ import annotations
 
 import time

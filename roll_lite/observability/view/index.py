@@ -16,22 +16,24 @@ BATCH_BYTES = 64 << 20
 """Size of the files indexed at once, newest first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""Columns to filter by. `kind`: `step` or `validation`; `reward` and `advantage` come from credit/."""
+"""Columns to sort by, or to filter by minimum and maximum. `reward` and `advantage` come from the run's credit/ files. WORDS: columns to
+filter by value; `kind`: `step` (training) or `validation`."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
         prompt_uid BIGINT, score DOUBLE, correct VARCHAR, outcome VARCHAR, failure VARCHAR, finish_reason VARCHAR, response_tokens BIGINT,
         turns DOUBLE, asked_at DOUBLE, generated_at DOUBLE, scored_at DOUBLE, prompt VARCHAR, response VARCHAR, text VARCHAR,
-        reward DOUBLE, advantage DOUBLE)"""
+        reward DOUBLE, advantage DOUBLE);
+    ALTER TABLE samples ADD COLUMN IF NOT EXISTS parts VARCHAR[]"""
 READ = """
     SELECT parse_filename(filename) AS file, split_part(file, '_', 1), step, domain, "group", "index", prompt_uid, score,
         coalesce(correct::VARCHAR, ''), outcome, coalesce(failure, ''), coalesce(finish_reason, ''), response_tokens,
         TRY_CAST(episode->>'$.metrics.turns' AS DOUBLE), asked_at, generated_at, scored_at, right(prompt, 300), left(response, 300),
-        lower(concat_ws(chr(10), prompt, response, episode->>'$.messages')), reward, advantage
+        lower(concat_ws(chr(10), prompt, response, episode->>'$.messages')), reward, advantage, parts
     FROM read_json(?, format = 'newline_delimited', filename = true, ignore_errors = true, maximum_object_size = 268435456, columns = {
         step: 'BIGINT', domain: 'VARCHAR', "group": 'BIGINT', "index": 'BIGINT', prompt_uid: 'BIGINT', score: 'DOUBLE', correct: 'BOOLEAN',
         outcome: 'VARCHAR', failure: 'VARCHAR', finish_reason: 'VARCHAR', response_tokens: 'BIGINT', prompt: 'VARCHAR',
-        response: 'VARCHAR', asked_at: 'DOUBLE', generated_at: 'DOUBLE', scored_at: 'DOUBLE', episode: 'JSON'})
+        response: 'VARCHAR', asked_at: 'DOUBLE', generated_at: 'DOUBLE', scored_at: 'DOUBLE', episode: 'JSON', parts: 'VARCHAR[]'})
     LEFT JOIN credits USING (step, "group", "index")"""
 CREDITS = """
     CREATE OR REPLACE TEMP TABLE credits AS SELECT step, "group", "index", any_value(reward) AS reward, any_value(advantage) AS advantage
@@ -48,7 +50,9 @@ PAGE = """
 """Query of one page; reads texts for its rows only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
-    FROM samples WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
+    FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
+PARTS = "(SELECT *, unnest(parts) AS part FROM samples)"
+"""Samples, once for each part of their domain under which they are reported."""
 SPANS = """
     SELECT domain, "group", "index", asked_at, generated_at, scored_at, response_tokens, score
     FROM samples WHERE kind = 'step' AND step = ? ORDER BY asked_at, "group", "index" """
@@ -113,7 +117,7 @@ class SampleIndex:
         self.changes += 1
 
     def _stamp(self, name: str) -> str:
-        """Return a text that changes with the sample file or its credits."""
+        """Return a text that changes whenever the sample file or its credit file changes."""
         states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
@@ -126,11 +130,11 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Group matching samples by a column: number, mean score, share of correct ones."""
-        if by not in WORDS + NUMBERS:
-            raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}")
+        """Count matching samples by value of a column, with mean score and share of correct ones."""
+        if by not in (*WORDS, *NUMBERS, "part"):
+            raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}, part")
         where, values = conditions(given)
-        return self._rows(COUNTS.format(by=by, where=where), values)
+        return self._rows(COUNTS.format(by=by, where=where, table=PARTS if by == "part" else "samples"), values)
 
     def spans(self, step: int) -> list[dict[str, Any]]:
         return self._rows(SPANS, [step])
@@ -151,6 +155,9 @@ def conditions(given: Given) -> tuple[str, list[Any]]:
         if name in WORDS:
             parts.append(f'"{name}" IN ({", ".join("?" * len(wanted))})')
             values += wanted
+        elif name == "part":
+            parts.append("list_contains(parts, ?)")
+            values.append(wanted[0])
         elif name == "text":
             parts.append("contains(text, lower(?))")
             values.append(wanted[0])

@@ -51,6 +51,7 @@ class Run:
             "summary": _json_file(self.folder / SUMMARY_FILE),
             "domains": list(config.get("domains", {})),
             "steps_planned": config.get("steps"),
+            "evaluates": config.get("mode") == "evaluate",
             "steps": [step for step, record in records.items() if "time/step" in record],
             "metrics": sorted({name for record in records.values() for name in record}),
         }
@@ -90,7 +91,8 @@ class Run:
         return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
-        """Yield the records of a sample file, from lines that contain `mark`. `credit`: the sample's line in credit/."""
+        """Yield the records of a sample file, from lines that contain `mark`. Their key `credit` holds the sample's line (rewards) in
+        credit/."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
@@ -128,7 +130,7 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's phases, sample times, first engines by group, and the run's processes."""
+        """Return a step's phases, times of samples, each sample's first engine by group, and the run's processes."""
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
         engines = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
         processes = _json_file(self.folder / "processes.json") or []

@@ -44,7 +44,7 @@ class RemoteBackend(HttpSettings):
     concurrency: PositiveInt = 16
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit of one request, which runs one job, in seconds."""
+    """Time limit of one request, which runs one job."""
 
 
 class Backend(Protocol):
@@ -64,7 +64,8 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on it twice but runs a harmless program in between, the job is to blame."""
+        """Run a job. If the service fails on it twice but runs a harmless program in between, the job counts as having killed its
+        sandbox."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)

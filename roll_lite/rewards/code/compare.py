@@ -1,5 +1,3 @@
-"""Compare outputs and values with the expected ones, outside the sandbox, on plain data."""
-
 from __future__ import annotations
 
 import collections
@@ -21,8 +19,8 @@ LEAST = 1e-12
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    lines: ignore white space at line ends and empty lines at the end. numeric: by word, with a relative or absolute error of at most
-    `tolerance`. auto: as lines, but lines with decimals as numeric; absolute errors are then also at most a hundredth of the number.
+    lines: ignore white space at line ends and empty lines at the end. numeric: word by word, numbers with a relative or absolute error of
+    at most `tolerance`. auto: as lines, but a line with decimals as numeric, with absolute errors of at most a hundredth of the number.
     """
     if compare == "exact":
         return expected == printed
@@ -63,7 +61,8 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """Compare as JSON: all sequences are lists, keys are strings. Expected floats allow a relative error of `tolerance`."""
+    """True if two values are equal as JSON: sequences as lists, keys as strings. An expected float allows a relative error of
+    `tolerance`."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

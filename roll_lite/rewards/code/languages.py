@@ -1,5 +1,3 @@
-"""Programming languages: their commands, and the search for a program in a response."""
-
 from __future__ import annotations
 
 import re

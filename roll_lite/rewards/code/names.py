@@ -1,6 +1,6 @@
-"""Find which names in asserts the tested program defines, and whether asserts can run outside its process.
+"""Find which names in a test's asserts the tested program must define, and whether the test can run outside the program's process.
 
-Only the tests are read: the program could redefine `abs`, or choose the process in which it is tested.
+The program is not read: it could redefine `abs`, or choose the process in which it is tested.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ NEED_INSIDE = frozenset(
 class Asserts:
     source: str
     names: tuple[str, ...]
-    """Names that the tested program must define."""
     imports: tuple[str, ...] = ()
     inside: str = ""
 
@@ -57,7 +56,7 @@ class Asserts:
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
     """Explain why a test must run in the program's process; empty if calls with plain values are enough.
 
-    `program`: names that the program defines. `foreign`: module names. Capitalized names count as classes, except Solution.
+    `program`: names that the program defines. `foreign`: names of modules. Capitalized names count as classes, except Solution.
     """
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -111,7 +110,7 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the names that each test uses; ValueError if the tested function cannot be determined.
+    """Find the program's names in each test; ValueError if the tested function cannot be determined.
 
     A builtin's name, such as `abs`, is the program's if it is the entry point, or if every assert calls it and the tests use no other name
     of the program.
@@ -175,7 +174,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return the calls left to a test runner; ValueError for a `test_...` function with arguments or async."""
+    """Return the calls of tests that the source leaves to a test runner; ValueError for a `test_...` function with arguments or async."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -1,5 +1,3 @@
-"""Reward `code`: test the response's program."""
-
 from __future__ import annotations
 
 import ast
@@ -64,9 +62,9 @@ class CodeReward(RewardType):
     languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
     """Languages that the response may be written in; the code block's label selects one."""
     extract: Extract = "auto"
-    """Where to find the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole response."""
+    """Where to find the program. fenced: in a code block. whole: the whole response. auto: in a block, else the whole."""
     prelude: Annotated[str, AfterValidator(_is_python)] = ""
-    """Python code to run before the program, such as imports that a data set takes for granted: `from typing import *`."""
+    """Python code to run before the program, such as imports that a data set presupposes: `from typing import *`."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if all tests pass. fraction: the share that passes."""
     fail_fast: bool | None = None
@@ -80,12 +78,12 @@ class CodeReward(RewardType):
     forbid: tuple[str, ...] = ()
     """Texts that the program must not contain."""
     test_s: PositiveFloat = 3.0
-    """CPU time limit of one test, in seconds."""
+    """CPU time limit of one test."""
     wall_s: PositiveFloat | None = None
-    """Wall-clock time limit of one test, in seconds; default: three times `test_s`."""
+    """Wall-clock time limit of one test; default: three times `test_s`."""
     total_s: PositiveFloat = 8.0
-    """CPU time limit of compiling a sample and all its tests, in seconds. The wall-clock limit is three times as long, and must be less
-    than the reward's `timeout_s`."""
+    """CPU time limit of compiling a sample and all its tests. The wall-clock limit, three times as long, must be less than the reward's
+    `timeout_s`."""
     memory_mb: PositiveInt = 512
     """Memory limit of a program."""
     output_kb: PositiveInt = 1024

@@ -18,7 +18,7 @@ from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 WALL_PER_CPU = 3.0
-"""Wall-clock limit divided by CPU limit, as other processes use the CPUs too."""
+"""Ratio of wall-clock limits to CPU limits: other processes use the CPUs too."""
 MOST_CALLS = 20
 SHOWN = 160
 LONGEST_CODE = 4000
@@ -151,7 +151,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield, for each test that ran, why it failed; empty if it passed."""
+        """Yield, for each test that ran, why it failed; empty if it passed, RewardFailed if it cannot be judged."""
         if not group[0].asserts and not group[0].function:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
             return
@@ -189,7 +189,7 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tested function changes its first argument, as in LeetCode."""
+    """True if the tests fit a function that changes its first argument in place, as in LeetCode."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

@@ -1,5 +1,3 @@
-"""Read a sample's tests in the layouts of common data sets."""
-
 from __future__ import annotations
 
 import ast
@@ -15,7 +13,7 @@ from roll_lite.rewards.code.names import Asserts, asserts_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """Test by a function call (`function`), asserts, or a run with input (`stdin`)."""
+    """Test of a program: a function call, asserts, or a run with `stdin`. `also`: further accepted values."""
 
     stdin: str = ""
     expected: Any = None
@@ -122,7 +120,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Return the source once per call that the data set leaves to its test harness, with the call appended."""
+    """Append to the source a call that the data set leaves to its test harness; one source per such call."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

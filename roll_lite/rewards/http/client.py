@@ -32,7 +32,7 @@ ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
 
 
 def _is_set(variable: str) -> str:
-    """Raise ValueError unless this environment variable is set. Messages omit the name: it may be the key itself."""
+    """Raise ValueError unless this environment variable is set. The message omits the name: it may be the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -57,7 +57,7 @@ class HttpSettings(Section):
     concurrency: PositiveInt = 64
     """Concurrent requests per worker."""
     timeout_s: PositiveFloat = 20.0
-    """Time limit of one request, in seconds; must be less than the reward's `timeout_s`."""
+    """Time limit of one request; must be less than the reward's `timeout_s`."""
     retries: NonNegativeInt = 3
     """Maximum retries of a failed request, with growing pauses."""
     api_key_env: KeyVariable | None = None
@@ -73,7 +73,7 @@ class AskingReward(RewardType, HttpSettings):
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Return the running event loop's object; make it at first use."""
+        """Return the running event loop's object; `make` creates it at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
@@ -88,11 +88,12 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """Service's refusal of this request."""
+    """Refusal by the service, perhaps because of the response."""
 
 
 class _Failed(Exception):
-    """Failed attempt. `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: requested pause."""
+    """Failed attempt. `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause that the service
+    asks for."""
 
     def __init__(self, cause: str, is_refusal: bool = False, is_slow: bool = False, wait_s: float | None = None) -> None:
         super().__init__(cause)
@@ -103,7 +104,6 @@ class _Failed(Exception):
 class _Url:
     url: str
     requests: int = 0
-    """Requests in flight."""
     failures: int = 0
     """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
     rests_until: float = 0.0
@@ -125,8 +125,8 @@ class HttpClient:
         self._client: httpx2.AsyncClient | None = None
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and its URL without secrets. ServiceRefused if the service rejects the request; RewardFailed if all
-        attempts fail."""
+        """Send `payload`; return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects the request;
+        RewardFailed if all attempts fail."""
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:
@@ -227,7 +227,7 @@ def shown(url: str) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """Message of the innermost cause, which lacks the URL."""
+    """Message of an error's innermost cause: those of outer errors may contain the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

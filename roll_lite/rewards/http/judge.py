@@ -1,5 +1,3 @@
-"""Reward `judge`: a language model's verdict."""
-
 from __future__ import annotations
 
 import json
@@ -141,7 +139,6 @@ class JudgeReward(AskingReward):
         return HttpClient("judge", [url.rstrip("/").removesuffix(end) + end for url in several(self.url or ())], self)
 
     def question_about(self, sample: RewardInput) -> str:
-        """Fill in the question, with a note if the response was cut."""
         return filled(self.template, sample, "judge", f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else None)
 
     def lowest(self) -> float:
@@ -208,11 +205,10 @@ Lao, which have no full stop."""
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return value and text of the judge's own verdict, not a quoted one: the last line ("Verdict: yes") or a final JSON object
-    ({"verdict": "yes"}). None without one, or if the search takes too long.
+    """Return value and text of the judge's own verdict, not a quoted one; None if there is none, or the search takes too long.
 
-    With `pattern`, the verdict is the first group of its last match, or the whole match. `choices` gives its value; otherwise it is a
-    number, which `scale` maps to 0..1.
+    With `pattern`, the verdict is the first group of its last match, or the whole match; else the last line ("Verdict: yes") or a final
+    JSON object ({"verdict": "yes"}). `choices` gives its value; otherwise it is a number, which `scale` maps to 0..1.
     """
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}

@@ -1,5 +1,3 @@
-"""Reward `remote`: a reward model's score over HTTP."""
-
 from __future__ import annotations
 
 import asyncio

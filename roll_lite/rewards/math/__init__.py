@@ -1,5 +1,3 @@
-"""Reward `math`."""
-
 from roll_lite.rewards.math.reward import MathReward
 
 __all__ = ["MathReward"]

@@ -47,7 +47,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer as written in the response, or "". `in_words`: the answer is text up to the end of its line."""
+    """Return the answer as written in the response, or "". `in_words`: text up to the end of its line, not a formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -114,7 +114,8 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Words without LaTeX and function names. Letters in alphabetical order (xyz) may be a product and count only if `shortest` is 2."""
+    """Return words of at least `shortest` letters, and Chinese characters, without LaTeX and function names. "and", "for" and consecutive
+    letters of the alphabet (xyz), perhaps a product, count only if `shortest` is 2."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -128,7 +129,7 @@ def is_formula(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Normalize an answer: 1/2 equals 0.5, and 12 cm equals 120 mm."""
+    """Normalize an answer, so that 1/2 and 0.5, or 12 cm and 120 mm, become equal."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())

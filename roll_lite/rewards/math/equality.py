@@ -16,7 +16,7 @@ from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number,
 Parsed = list[Any]
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Relative tolerance and decimal places in which two decimals must both agree."""
+"""Two numbers, at least one a decimal, are equal if they differ by at most CLOSE (relative) and agree when rounded to PLACES decimals."""
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
@@ -40,7 +40,7 @@ OPERATIONS = (
     r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap|bigcap|bigcup)(?![A-Za-z])|\\l?(?:floor|ceil)",
     r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']|\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
 )
-"""Operations that math-verify may evaluate: an answer may use only those in the reference."""
+"""Operations that math-verify may evaluate. An answer may contain one only if the reference does."""
 LATEX = (
     (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
@@ -103,7 +103,7 @@ def library() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare exactly, or with a tolerance if one is a decimal. None if the units are incompatible."""
+    """Compare exactly, or with a tolerance if a number is a decimal. None if the units are incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -227,7 +227,7 @@ def _work(expression: Any) -> tuple[int, int, int, int]:
 
 
 def _repeated_factors(product: Any) -> int:
-    """Count mergeable factors: numbers, sums, powers of one base."""
+    """Count factors that can be merged: numbers, sums, powers of one base."""
     kinds: list[Any] = []
     for factor in _factors(product):
         base, exponent = factor.as_base_exp()

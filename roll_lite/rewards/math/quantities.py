@@ -56,8 +56,8 @@ KNOWN = {
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
-"""Unit name -> (kind, size in the kind's base unit). Scales such as million have an empty kind; "^" (square, cubic) and "/" (per) modify
-the next unit."""
+"""Units by name: (kind, such as length; size in the kind's base unit). Scales such as million have an empty kind; "^" (square, cubic) and
+"/" (per) modify the next unit."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
@@ -70,7 +70,7 @@ NO_UNIT_WORD = re.compile(
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""(kinds with exponents, size). Kinds are None for unknown units (apples)."""
+"""(kinds with exponents, size). Kinds are None without a unit or for unknown units (apples)."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -148,8 +148,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""Split into number, unit, and scale factor (million). Letters of a product are no units: 2t and 3 pi have none, 5cm and 3\text{ t}
-    do."""
+    r"""Split a text into number, unit, and scale factor (10^6 for "million"). Letters that may be variables are not units: 2t and 3 pi have
+    none. Known units (5cm) and words in \text (3\text{ t}) are."""
     bare = plain(text)
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""

@@ -1,5 +1,3 @@
-"""Reward `math`: compare a response's answer with the reference."""
-
 from __future__ import annotations
 
 import re
@@ -88,7 +86,7 @@ class MathReward(RewardType):
     last number. auto: the response if it is one bare formula, else the last tag, else the last box or boxes, else the formula or number
     after the last "####", "the answer is" or 答案是, else the last formula or number."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """CPU time limit for reading and comparing one answer, in seconds; must be less than `timeout_s`."""
+    """CPU time limit for reading and comparing one answer; must be less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         answer = sample.answer
@@ -179,7 +177,7 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """False for an equation about something else: x^2 = 1 if x = 1 is asked."""
+    """False for an equation about something else than `name`: x^2 = 1 if x = 1 is asked. `before`: all sides but the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):

@@ -17,11 +17,11 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds that a call of the scorer waits for async functions; the next call can add samples."""
+"""Maximum seconds that the scorer waits for async functions before it returns, so that the next call can add samples."""
 LINGER_SECONDS = 0.005
 """Seconds to wait for more async results after the first."""
 LEAST_SECONDS = 0.01
-"""Minimum time limit of a function in seconds, even if the sample's limit is used up."""
+"""Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
 """Reward processes are killed after this multiple of a sample's time limit: CPU time limits inside the process take longer on a busy
 machine."""
@@ -35,7 +35,7 @@ class Scored:
     interrupted: bool = False
     """True if a time limit interrupted a function: the process must be replaced."""
     suspects: set[int] = field(default_factory=set)
-    """Samples whose shared call timed out; any may be the cause."""
+    """Samples whose shared call timed out; any of them may be the cause."""
 
 
 def time_out(name: str, seconds: float) -> str:

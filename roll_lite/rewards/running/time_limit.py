@@ -1,5 +1,3 @@
-"""Time limit that interrupts a computation by a signal."""
-
 from __future__ import annotations
 
 import signal
@@ -11,11 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""Interval of repeated interruptions, in seconds: a bare `except:` in a library may swallow the first."""
+"""Interval of repeated interruptions: a bare `except:` in a library may swallow the first."""
 
 
 class TimeLimitExceeded(Exception):
-    """Stop of a computation at its time limit."""
+    """A computation was stopped at its time limit."""
 
 
 class _Interruption(BaseException):

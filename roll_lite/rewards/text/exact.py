@@ -1,5 +1,3 @@
-"""Reward `exact`: compare texts literally."""
-
 from __future__ import annotations
 
 import re

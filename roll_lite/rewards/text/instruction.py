@@ -1,5 +1,3 @@
-"""Reward `instruction`: check whether a response follows instructions, as in IFEval."""
-
 from __future__ import annotations
 
 import ast
@@ -27,8 +25,7 @@ IDS = ("instruction_id", "instruction_id_list")
 
 
 class InstructionReward(RewardType):
-    """Score 1 if the response, after the last `</think>`, follows all of its row's instructions, else 0. Programs check them, as in IFEval,
-    RLVR-IFEval, IF-RLVR and IFBench.
+    """Score 1 if the response, after the last `</think>`, follows all of its row's instructions, else 0.
 
     A sample with an unknown instruction or bad arguments fails. An instruction whose check takes longer than `cpu_limit_s` counts as not
     followed; `too_long` in the details lists it.
@@ -45,10 +42,10 @@ class InstructionReward(RewardType):
 
     The checks need no downloads. They pass the test cases of the originals, except:
 
-    - **Empty text** follows no instruction; invisible characters are removed first. Rules about each sentence, word or line need at least
-      one of these; rules about neighbours (`sentence:increment`) or first and last words need at least two.
-    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt differs in rare cases. "around" allows one
-      sentence more or less; of other counts, a tenth more or less.
+    - **Empty text** follows no instruction; invisible characters are ignored. Rules about each sentence, word or line need at least one;
+      rules about neighbours (`sentence:increment`) or first and last words need two.
+    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt rarely differs. "around" allows one sentence more
+      or less; of other counts, a tenth.
     - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
       originals use nltk's tokens.
     - **RLVR-IFEval.** IFEval's rules hold for bullet points (bold lines do not count), highlighted sections and titles (not empty), JSON
@@ -81,7 +78,7 @@ class InstructionReward(RewardType):
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every instruction is followed. fraction: the share of followed instructions."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
-    """CPU time limit of one check, in seconds; less than `timeout_s`."""
+    """CPU time limit of one check; less than `timeout_s`."""
 
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample)
@@ -128,7 +125,6 @@ def _variants(response: str) -> list[str]:
 
 
 def asked_of(sample: RewardInput) -> list[Asked]:
-    """Read a sample's instructions from its columns, else from the reference answer."""
     columns = sample.columns
     if columns.get(IDS[1]) is not None:
         return _paired(columns[IDS[1]], columns.get("kwargs"), f"column {IDS[1]!r}", "column 'kwargs'")

@@ -1,7 +1,6 @@
 """LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-In fused layers (q, k, v), projections without an adapter get zeros, because an engine may track adapters per layer.
-"""
+A fused layer's projections (q, k, v) without an adapter get zeros, because an engine may track adapters per layer."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class AdaptedLayer:
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the engine's adapter tensors, unsharded. Collective over the engine's workers."""
+    """Yield the engine's adapter tensors in `names`, unsharded. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -1,8 +1,7 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-On CPUs vLLM packs matrices. A packed matrix is read by multiplication with the identity: exact except for the sign of zero and, on some
-CPUs, subnormal numbers.
-"""
+vLLM packs matrices on CPUs. They are read by multiplication with the identity: exact except for the sign of zero and, on some CPUs,
+subnormal numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """Checkpoint layer names in an engine module, and an iterator over their tensors."""
+    """Return the checkpoint layers that an engine module holds, and an iterator over their tensors."""
     if isinstance(module, layers.linear.LinearBase):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -71,7 +70,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Checkpoint layers fused into the engine layer `path`."""
+    """Return the names of checkpoint layers that are fused into the engine layer `path`."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -109,7 +108,7 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return two lists by fused matrix: rows on this worker, and number of workers with the same rows."""
+    """Return, for each matrix fused in the module, its rows on this worker and the number of workers with the same rows (two lists)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))
@@ -132,7 +131,6 @@ def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iter
 
 
 def _matrix(module: Any, columns: int) -> torch.Tensor:
-    """This worker's weight matrix [rows, columns], unpacked."""
     multiply = getattr(module, "cpu_linear", None)
     weight: torch.Tensor = module.weight.detach()
     if multiply is None:

@@ -1,5 +1,3 @@
-"""State machine of an engine."""
-
 from __future__ import annotations
 
 import asyncio
@@ -44,7 +42,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. If it was the first bucket, the old weights are intact."""
+    """Bucket transfer failed. The old weights are intact unless a bucket was loaded into the model."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -69,7 +67,6 @@ ALLOWED: Mapping[EngineEvent, Set[EngineState]] = {
     _E.LOAD: _ALIVE,
     _E.DIE: frozenset(EngineState),
 }
-"""Event -> allowed states."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -77,14 +74,13 @@ _MEANWHILE = {
     _E.OFFLOAD: "finish it before anything is offloaded",
     _E.READ_WEIGHTS: "the engine holds parts of two sets of weights",
 }
-"""Error text for events forbidden during a weight update."""
 
 
 class EngineLife:
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
         self.failure: str | None = NOT_STARTED
-        """Why the engine cannot serve; None if it can."""
+        """Reason why the engine cannot serve; None if it can."""
         self.paused = False
         """True from `pause` until `resume`; see also `halted`."""
         self.away: set[EngineMemory] = set()
@@ -92,7 +88,7 @@ class EngineLife:
         """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if generation is paused in the engine process; None: unknown (a call is running or was cancelled)."""
+        """True if the engine process has paused generation; None: unknown (a call is running or was cancelled)."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()
@@ -127,7 +123,6 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """Return the announced update. RuntimeError if there is none."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
@@ -184,18 +179,15 @@ class EngineLife:
         self._follow()
 
     def die(self, why: str) -> None:
-        """Enter the state DEAD; keep the first cause."""
         if self.state is not EngineState.DEAD:
             self.state, self.failure = EngineState.DEAD, why
             self._died.set()
 
     def _follow(self) -> None:
-        """Derive the state from pause and offloads, unless a weight update is running or failed halfway."""
         if self.state not in (EngineState.UPDATING, EngineState.HALF_UPDATED):
             self._enter_whole()
 
     def _enter_whole(self) -> None:
-        """Derive the state from pause and offloads."""
         if self.away:
             self.state = EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         else:

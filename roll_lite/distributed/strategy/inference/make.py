@@ -18,11 +18,9 @@ class EnginePart(Protocol):
     def name(self) -> str: ...
 
     def check_version(self) -> object:
-        """RuntimeError if the engine is missing or its version is unsupported."""
+        """Raise RuntimeError if the engine is missing or its version is unsupported."""
 
-    async def start(self) -> list[int]:
-        """Start the processes and return their pids."""
-        ...
+    async def start(self) -> list[int]: ...
 
     async def stop(self, processes: EngineProcesses) -> None:
         """Stop the processes and clean up, even after a partial start."""
@@ -39,7 +37,7 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Processes are monitored, so a crash is noticed."""
+        """Finish the start, once processes are monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
         """Wait for the engine's step loop, which answers between steps, even while paused."""
@@ -51,9 +49,7 @@ class EngineMake(EnginePart, Protocol):
         """Run a validated request. Cancelling aborts it in the engine."""
         ...
 
-    async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]:
-        """Return the requests' progress; see `Look` in requests.py."""
-        ...
+    async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]: ...
 
     async def abort(self, flights: Sequence[InFlight]) -> None: ...
 

@@ -1,5 +1,3 @@
-"""Monitoring and killing of an engine's processes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,6 @@ _HOST_CHECK_S = 1.0
 
 
 COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary"})
-"""Process names of compilers started by Triton and CUDA's toolchain."""
 
 
 class EngineProcesses:
@@ -50,7 +47,7 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which requests an exit, then kill the rest."""
+        """Call `ask`, which requests an exit; then kill processes that remain."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
@@ -83,7 +80,7 @@ def cleans_up(process: psutil.Process) -> bool:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Shared-memory files mapped by a process; they survive a kill."""
+    """Return the shared-memory files mapped by a process, which survive a kill."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -93,7 +90,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Shared-memory files that survive a kill, except semaphores, which may be the host's."""
+    """Return shared-memory files that survive a kill. Semaphores are excluded: they may be the host's."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 

@@ -1,5 +1,3 @@
-"""Requests in flight, progress reports, stop strings across a resume, expert choices."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +13,7 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 STOP_OVERLAP = "roll_lite_stop_overlap"
-"""Request argument: number of last prompt tokens of a resumed request in which a stop string may begin."""
+"""Request argument: number of tokens at a resumed request's prompt end in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
 """Allowance in `stop_overlap_tokens` for tokens without text: special tokens and partial characters."""
@@ -39,7 +37,7 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Poll for requests' progress; None: not begun. Second argument: include new tokens."""
+"""Poll for requests' progress; None: not begun. The second argument asks for new tokens."""
 
 
 class ProgressReports:
@@ -76,14 +74,14 @@ class ProgressReports:
 
 
 def stop_overlap_tokens(request: GenerationRequest) -> int:
-    """Number of last prompt tokens, part of the response, in which a stop string may begin."""
+    """Return how many prompt tokens at the end, which belong to the response, may contain the start of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed_tokens, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The engine may
-    report all layers."""
+    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. `layers`: all, or
+    only those with experts."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

@@ -23,7 +23,7 @@ class Scratch:
     """Temporary folder, removed at the engine's shutdown. If the host is killed, the engine's processes or the next engine remove it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`prefix`: of the folder's name. `variables`: environment variables that get the path, besides TMPDIR."""
+        """Make the folder. `prefix`: of its name. `variables`: environment variables that get the path, besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -37,7 +37,7 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Give processes started inside the block the folder as temporary folder."""
+        """Make the folder the temporary folder of processes started inside the block."""
         names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)

@@ -1,5 +1,3 @@
-"""Start-up settings common to all engines."""
-
 from __future__ import annotations
 
 import os
@@ -15,7 +13,7 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang's packed weights cannot be updated."""
+"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang packs weights so that they cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layer -> its projections, for models that do not declare it."""
@@ -24,8 +22,13 @@ Range = tuple[str, str]
 """First supported and first unsupported later version."""
 
 
+class NotInstalled(RuntimeError):
+    pass
+
+
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first installed distribution. RuntimeError if unsupported or none is installed (`remedy`: advice)."""
+    """Return the version of the first installed distribution. NotInstalled if none is (`remedy`: advice), RuntimeError if it is
+    unsupported."""
     low, high = supported
     for name in distributions:
         try:
@@ -35,7 +38,7 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
         if not Version(low).release <= Version(version).release < Version(high).release:
             raise RuntimeError(f"{name} {version} is installed, roll_lite supports {distributions[0]} >={low},<{high}")
         return version
-    raise RuntimeError(f"strategy `{distributions[0]}` needs {remedy}")
+    raise NotInstalled(f"strategy `{distributions[0]}` needs {remedy}")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,6 @@ class Environment:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:
-        """Messages about overridden user variables."""
         return [
             f"the environment's {name}={given[name]} is set to {value!r} for the engine, which needs that"
             for name, value in self.required.items()
@@ -84,7 +86,7 @@ def with_fused(targets: Collection[str]) -> list[str]:
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:
-    """ValueError for an argument that is unknown or set by roll_lite itself (`own`)."""
+    """Raise ValueError for an argument that is unknown or set by roll_lite itself (`own`)."""
     for name in sorted(given):
         path = f"actor_infer.strategy.engine_args.{name}"
         if name in own:

@@ -1,8 +1,7 @@
-"""Detection of an engine without steps although its processes live: a hung kernel, a deadlock.
+"""Detect an engine that takes no steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers between steps, which are short, since prompts are prefilled in chunks. The engine is stuck if an answer takes much
-longer than the longest step so far, not counting kernel compilation.
-"""
+The engine's loop answers between steps, which are short: prompts are prefilled in chunks. If an answer takes much longer than the longest
+step so far, without kernel compilation, the engine is stuck."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ ASK_S = 1.0
 LISTEN_S = 0.25
 # In-process compilation is not detected, but is shorter.
 LATE = 0.5
-"""Fraction of the limit after which compiler processes are looked for; while one runs, time does not count."""
+"""Fraction of the limit after which compiler processes are searched; while one runs, time does not count."""
 SLOWER = 4.0
 """Minimum limit as a multiple of the longest step so far."""
 FIRST_STEPS = 40.0
@@ -40,7 +39,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer`: wait for the engine's loop. `is_compiling`: called only if the answer is late."""
+        """`answer()`: waits for the engine's loop. `is_compiling()`: called only if the answer is late."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -63,7 +62,6 @@ class StepWatch(Heartbeat):
             self._suspended -= 1
 
     async def until_stuck(self) -> str:
-        """Wait until the engine is stuck; return the reason."""
         limit_s = await self.until_silent()
         longest = f"the longest before took {self._longest_s:.1f} s" if self._has_responded else "no response has ended yet"
         return f"no step has ended for {limit_s:g} s, {longest} (limits.engine_step)"

@@ -288,7 +288,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call without engine steps; suspends the check for a stuck engine."""
+        """Wait for a call during which the engine takes no steps; suspends the check for a stuck engine."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -299,7 +299,6 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ liveness
 
     def _check(self) -> str | None:
-        """Return why the engine cannot serve, or None. Detects dead processes."""
         if self.life.failure is None and (self.make.is_dead() or not self.processes.running()):
             self.life.die(DIED)
         return self.life.failure
@@ -335,7 +334,6 @@ class EngineStrategy(InferenceStrategy):
         return self.life.require_update()
 
     def _give_up(self, why: str) -> None:
-        """Stop serving; running requests return an error."""
         self.life.die(why)
         for flight, task in self._reports.flights.items():
             if flight.entered:  # requests not yet given to the engine see the failure themselves

@@ -1,7 +1,6 @@
 """Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state.
 
-Shards have offsets in the full tensor, so that another parallel layout can load them; random state needs the same layout.
-"""
+Shards have offsets in the full tensor, so that another parallel layout can load them. Only random state needs the same layout."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
+    """Raise ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -154,7 +153,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """This rank's random-state file; None if fewer ranks saved. ValueError if lost."""
+    """Return this rank's random-state file; None if fewer ranks saved. ValueError if the file is lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -182,7 +181,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Optimizer state to load into, without tensors that ShardReader reads."""
+    """Return the optimizer state to load into, without tensors that ShardReader reads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -193,7 +192,6 @@ def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights to store: all, or only trained adapters."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
@@ -204,7 +202,6 @@ def _is_extra(name: str) -> bool:
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """Names of frozen weights, which are not stored. Without an optimizer, all weights are stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -234,8 +231,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around a bug in Megatron-Core 0.16: its distributed optimizer saves without padding between buckets but looks up offsets with
-    padding, so parameters behind padding would get wrong values."""
+    """Work around a bug in Megatron-Core 0.16: the distributed optimizer saves without padding between buckets but looks up offsets with
+    padding, so that parameters behind padding would get wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -244,7 +241,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """(container, key) of each tensor to load into `state`. Removes float32 weights that the checkpoint (`stored`: tensor names) lacks."""
+    """Return (container, key) of each tensor to load into `state`. Float32 weights that the checkpoint (`stored`: its tensor names) lacks
+    are removed."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -266,13 +264,11 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Step count in a stored optimizer state; 0 if none."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer's state dict, without tensors read by ShardReader. `steps`: step count."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]

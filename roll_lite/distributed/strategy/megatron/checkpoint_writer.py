@@ -1,8 +1,7 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
 A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
-memfds with tensors, job and result. The result shows success, since Ray may reap the exit code.
-"""
+memfds with tensors, job and result. A result means success: Ray may reap the exit code."""
 
 from __future__ import annotations
 
@@ -101,7 +100,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files on the coordinating rank. Returns its record."""
+        """Write the index of all ranks' files, on the coordinating rank. Returns its record."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)

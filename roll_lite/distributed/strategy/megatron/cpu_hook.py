@@ -1,7 +1,6 @@
-"""Make Megatron-Core run without CUDA.
+"""Make Megatron-Core run without CUDA. `install()` adds an import hook that rewrites modules.
 
-`install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; the import fails if upstream has changed.
-"""
+EXPECTED: module -> number of rewrites; the import fails if upstream has changed."""
 
 from __future__ import annotations
 
@@ -98,7 +97,6 @@ EXPECTED: dict[str, int] = {
 
 
 def install() -> None:
-    """Install the hook, before the first import of megatron.core."""
     _check_version()
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers whose router counts choices and adds a load-balancing loss."""
+"""Mixture-of-experts layers whose router counts expert choices and adds a load-balancing loss."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
-    Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability), 1 if
-    even. Counting whole rows makes the loss independent of micro-batches and ranks.
-    """
+    Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
+    use is even. Whole rows are counted, so that micro-batches and ranks do not change the loss."""
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -69,7 +68,7 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record one layer's loss (summed over rows) and scale it for the objective."""
+        """Record a layer's loss (summed over rows) and scale it for the training objective."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
@@ -111,7 +110,7 @@ class ExpertRouter(TopKRouter):
 
     @property
     def _number(self) -> int:
-        """Index among the layers with experts."""
+        """Index of this layer among those with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
@@ -119,7 +118,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count choices and attach the balance loss's gradient to the router's weights. The last row is padding."""
+        """Count expert choices and attach the balance loss's gradient to the router's weights. The last of `rows` is padding."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -143,7 +142,8 @@ class ExpertRouter(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Mixture-of-experts layer that sets `rows` again on recomputation: later micro-batches overwrite it."""
+    """Mixture-of-experts layer. Before recomputing a micro-batch in the backward pass, it restores the router's `rows` (packing layout),
+    which later micro-batches have overwritten."""
 
     router: ExpertRouter
 

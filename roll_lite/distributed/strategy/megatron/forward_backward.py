@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's pipeline schedules, and sums of their results."""
+"""Run micro-batches through Megatron's pipeline schedules, and sum their results."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call finalize_model_grads without division by the token count: loss weights include it."""
+    """Call finalize_model_grads without division by the token count, which loss weights include."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` per micro-batch, others
-    []."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` of each, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -85,10 +84,8 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once.
-
-    Context-parallel ranks have equal sums, but are averaged to spread NaN and infinity.
-    """
+    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once. Context-parallel ranks have equal sums; averaging
+    them spreads NaN and infinity."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -25,7 +25,7 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Change a rank's shard before export, e.g. merge an adapter; not in place."""
+"""Changes a rank's shard before export, e.g. merges an adapter; not in place."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 FILE_BYTES = 4 << 30
@@ -62,11 +62,11 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""(name, full shape, dtype, owner); the owner gathers the tensor."""
+"""(name, full shape, dtype, owner); the owner is the rank that gathers the tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets of one dtype, since a bucket is gathered as one tensor."""
+    """Divide tensors into buckets of one dtype: a bucket is gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -95,10 +95,9 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export in buckets (collective), each gathered by one rank, its owner.
+        """Plan the export in buckets (collective); one rank, the owner, gathers a bucket.
 
-        Experts have separate buckets. Owners take turns, so that one gathers while engines load another's bucket.
-        """
+        Experts have separate buckets. Owners take turns, so that one gathers while engines load another's bucket."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -135,12 +134,13 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Hugging Face shards of this rank. `joined`: Megatron tensor joined over ranks that share a key/value head."""
+        """Return this rank's Hugging Face shards of a parameter. `joined`: Megatron tensor joined over ranks that share a key/value
+        head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
     def _join_shared(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Concatenate the Megatron tensors of ranks that share a key/value head (collective); else return `local`."""
+        """Join the Megatron tensors of ranks that share a key/value head (collective); return `local` if none do."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -154,7 +154,7 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather flattened shards at the owner in one collective. The owner already has replicated tensors."""
+        """Gather flattened shards at the owner in one collective. Replicated tensors are not sent."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []
@@ -195,8 +195,7 @@ def write_hf(
 ) -> list[Path]:
     """Write a Hugging Face folder (collective). Returns this rank's files.
 
-    `source`: the model's folder. `read`: values to write for a parameter. `write`: writes a file's bytes.
-    """
+    `source`: the model's folder. `read`: returns the values to write for a parameter. `write`: writes a file's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Loading of Hugging Face checkpoints; each rank reads only its shards."""
+"""Load Hugging Face checkpoints; each rank reads only its shards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """ValueError for a wrong shape or dtype. `by`: origin of the expected shapes."""
+        """Raise ValueError for a wrong shape or dtype. `by`: origin of the expected shapes."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -59,7 +59,7 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load every parameter. `value_init` "actor" leaves the value head at zero; None: language model. `key`: the folder's YAML path.
+    """Load every parameter. `value_init`: "actor" leaves the value head at zero; None: language model. `key`: the folder's YAML path.
     ValueError for missing, unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()

@@ -1,7 +1,7 @@
-"""Table of Megatron tensors and their Hugging Face tensors.
+"""Table that maps Megatron tensors to Hugging Face tensors.
 
-Tensor parallelism shards Hugging Face tensors evenly along one dimension; a rank's Megatron tensor joins its shards of one or more.
-"""
+Tensor parallelism shards each Hugging Face tensor evenly along one dimension; a rank's Megatron tensor joins its shards of one or more
+tensors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Entry:
 
     @property
     def of_experts(self) -> bool:
-        """True for one tensor per expert, sharded by expert_tensor_parallel."""
+        """True for tensors that exist per expert, sharded by expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Full parameter name, of `megatron` or `fused`, as found in `among`. `layer` and `expert` are local numbers."""
+        """Return the full parameter name, from `megatron` or `fused`, that is in `among`. `layer` and `expert` are numbers on this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -115,7 +115,7 @@ LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=Tr
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 """Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Value head, named like Hugging Face's one-label sequence classification, so that reward models can be loaded."""
+"""Value head, named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for tied embeddings copied from another pipeline stage."""
+    """False for the copy of tied embeddings on another pipeline stage."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
@@ -151,13 +151,13 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Number of consecutive tensor ranks that share a key/value head, if there are fewer heads than ranks. Megatron shards the head over
+    """Return how many consecutive tensor ranks share a key/value head, if there are fewer heads than ranks. Megatron shards the head over
     them."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """Join this rank's Hugging Face shards into a Megatron tensor, along `dim`."""
+    """Join this rank's Hugging Face shards into a Megatron tensor along `dim`."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]

@@ -1,4 +1,5 @@
-"""Decoder layers from Megatron and torch or from Transformer Engine, with own attention over packed rows and value head."""
+"""Decoder layers built from Megatron's and torch's modules or from Transformer Engine's. The attention over packed rows and the value head
+are implemented here."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention by torch's varlen_attn, where window -1 means all earlier tokens and 0 no later ones."""
+        """Flash attention by torch's varlen_attn. In its `window_size`, -1 means all earlier tokens, 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         key_starts = rows.starts if rows.key_starts is None else rows.key_starts
         sizes = rows.most_tokens, rows.most_keys
@@ -107,7 +108,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Mask [size, keys] for the last `size` of `keys` tokens; None: plain causal attention."""
+        """Return the mask [size, keys] for the last `size` of `keys` tokens; None: plain causal attention."""
         windowed = self.looks_back is not None and self.looks_back + 1 < keys
         if size == keys and not windowed:
             return None
@@ -134,7 +135,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear layer; with `fused`, includes its input's norm."""
+    """Column-parallel linear layer class; with `fused`, includes the norm of the layer's input."""
     row: Any
     experts: Any
     fused: bool

@@ -19,9 +19,8 @@ def log_probs_and_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Target log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; the gradient of `hidden` covers this rank's
-    words.
-    """
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; each gets the gradient of `hidden` through its
+    own words."""
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None
@@ -70,10 +69,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, whole on every rank.
-
-    Words outside the softmax get DROPPED and no gradient.
-    """
+    """Compute log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, whole on every rank. Words outside
+    the softmax get DROPPED and no gradient."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

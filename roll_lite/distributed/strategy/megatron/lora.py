@@ -1,8 +1,7 @@
 """LoRA: trainable matrices A and B beside frozen linear layers, as in PEFT (docs/lora.md).
 
 Output: W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Tensor parallelism shards B in column-parallel layers, A in
-row-parallel ones. An expert's adapters are replicated.
-"""
+row-parallel ones. Adapters of experts are replicated."""
 
 from __future__ import annotations
 
@@ -46,12 +45,11 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """B times alpha / rank, for engines that omit this factor."""
+        """Return B times alpha / rank, for engines that omit this factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
     def merged_with(self, base: torch.Tensor) -> torch.Tensor:
-        """Return base + (alpha / rank) B A, out of place."""
         return (base.float() + self.scale * (self.lora_B.float() @ self.lora_A.float())).to(base.dtype)
 
 
@@ -81,7 +79,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
+        """Compute the addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -94,7 +92,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Combine `low` (A x) over tensor ranks: gather a sharded sequence in column-parallel layers, sum in row-parallel ones."""
+        """Combine `low` (A x) over tensor ranks: in column-parallel layers, gather a sharded sequence; in row-parallel ones, sum."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:

@@ -1,4 +1,4 @@
-"""GPTModel of Megatron-Core with own attention and value head. The head runs only at positions that a loss needs."""
+"""Megatron-Core's GPTModel with own attention and value head. The output layer runs only at positions that a loss needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Granularity of rotary embedding lengths, so that Megatron caches only a few."""
+"""Rotary embedding lengths are rounded up to multiples of this, so that Megatron caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Conversion between batches and the model's inputs and outputs: packed rows for the model, padded rows for the loss."""
+"""Convert batches to model inputs (packed rows), and model outputs to padded rows for the loss."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ KEPT, TEMPERATURE = "kept_ids", "temperature"
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows. With context parallelism, this and other fields except micro_batch hold only this rank's part."""
+    """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N]: tokens that need a result, followed by rows' last tokens if final values are requested."""
+    """[N]: tokens that need a result; then the rows' last tokens if final values are requested."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Row number of each last token in `positions`; empty without final values."""
+    """Row number of each last token in `positions`; empty if no final values are requested."""
     targets: torch.Tensor
     micro_batch: MicroBatch
-    """Padded rows for the loss; empty on a rank that only joins collectives."""
+    """Padded rows for the loss; empty on a rank that only takes part in collectives."""
     kept: torch.Tensor | None = None
     temperatures: torch.Tensor | None = None
     """[N]: softmax temperatures; None for a value head."""
@@ -51,8 +51,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the inputs of the plan's micro-batches. `columns`: read by the loss; None: all. `ends`: also request results at rows' last
-    tokens. `experts`: None for dense models. `record`: record expert choices."""
+    """Build the inputs of the plan's micro-batches. `columns`: columns that the loss reads; None: all. `ends`: also request results at
+    rows' last tokens. `experts`: None for dense models. `record`: record expert choices."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)
@@ -155,7 +155,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Each rank gets its own tokens' gradients."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. In the backward pass, each rank gets its own
+    tokens' gradients."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

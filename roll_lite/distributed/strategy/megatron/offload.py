@@ -1,8 +1,7 @@
-"""Offloading of weights, gradients and optimizer state to the host.
+"""Offload weights, gradients and optimizer state to the host.
 
 Offloading empties storages in place, so views stay valid after a load. Loads run on their own stream; `require` makes computation wait for
-a group. Host copies are reused until the state changes.
-"""
+a load. Host copies are reused until the state changes."""
 
 from __future__ import annotations
 
@@ -90,8 +89,8 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Call `require`, then mark host copies as outdated, which the next offload would otherwise reuse. `trained_only`: except copies of
-        frozen weights."""
+        """Call `require`, then mark host copies as outdated, so that the next offload copies again. `trained_only`: copies of frozen
+        weights stay valid."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -112,7 +111,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Host copies by storage, listed anew each time: loading a checkpoint replaces storages."""
+        """Return the host copies by storage, listed anew each time: loading a checkpoint replaces storages."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {

@@ -21,7 +21,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 STRETCH = 4096
-"""Entries whose squares a CPU sums in float32, before adding in float64."""
+"""Entries whose squares a CPU sums in float32 before adding the sum in float64."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """State dict of an optimizer part without parameters on this rank, where Megatron's own method fails."""
+        """Return the state dict of an optimizer part that has no parameters on this rank, where Megatron's method fails."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
@@ -94,7 +94,7 @@ class Optimizer:
                     state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
-        """Updated weights, each with its moments and step count."""
+        """Yield updated weights, each followed by its moments and step count."""
         for part in self.parts:
             for weight in part.get_parameters():
                 yield weight
@@ -123,7 +123,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """(gradient norm of the whole model, whether all losses are finite). `is_finite`: this rank's loss. Collective."""
+        """Return (gradient norm of the whole model, whether all losses are finite). `is_finite`: this rank's loss is. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -188,7 +188,7 @@ class Staged:
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step` with moments and update on the host. Copies overlap with updates."""
+    """Replacement of torch AdamW's `step`: moments and update are on the host, and copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

@@ -1,4 +1,4 @@
-"""Packing of a micro-batch's rows into one sequence, split over context-parallel ranks."""
+"""Pack a micro-batch's rows into one sequence, split over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PackedRows:
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    """(number of pieces, tokens per piece, tokens attended to by a piece's last token) of adjacent equal pieces. A piece is a row or, with
-    context parallelism, a part of a row."""
+    """Runs of adjacent equal pieces: (number of pieces, tokens per piece, tokens attended to by a piece's last token). A piece is a row or,
+    with context parallelism, a part of a row."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -31,10 +31,10 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: tokens attended to, piece by piece, as indices into the tokens gathered from all context-parallel ranks. None without
-    context parallelism."""
+    """[total] int64: tokens attended to, piece by piece, as indices into the tokens of all context-parallel ranks. None without context
+    parallelism."""
     key_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece in `key_index`, then its length."""
+    """[pieces + 1] int32: start of each piece in `key_index`, then the length of `key_index`."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
@@ -80,8 +80,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks. Of 2 * ranks parts, rank i gets the i-th from front and back, which balances causal
-    attention."""
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end, which
+    balances causal attention."""
 
     tokens: int
     rank: int
@@ -100,7 +100,7 @@ class ContextCut:
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
-        """Convert positions in the sequence to indices into the tokens gathered in rank order."""
+        """Convert positions in the sequence to indices into the tokens gathered from all ranks."""
         number = positions // self.part
         early = number < self.ranks
         owner = torch.where(early, number, 2 * self.ranks - 1 - number)
@@ -110,7 +110,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mask [N] of the positions on this rank, and their local indices."""
+        """Return a mask [N] of the positions on this rank, and their local indices."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -122,7 +122,7 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row pads to a multiple of `tokens_divisor`."""
+    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row of padding fills up to a multiple of `tokens_divisor`."""
     missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

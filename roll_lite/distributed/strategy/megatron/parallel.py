@@ -1,5 +1,3 @@
-"""Process groups of a parallel layout, and this rank's coordinates."""
-
 from __future__ import annotations
 
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Recording of expert choices (routes), and their replay in other forward passes."""
+"""Record expert choices (routes), and replay them in other forward passes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scores, expert ids), both [tokens, experts per token]: replayed ids where given. Scores are always the router's, so gradients
-        reach it."""
+        """Return (scores, expert ids), both [tokens, experts per token]: replayed ids where given. Scores always come from the router, so
+        that it gets gradients."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -61,7 +61,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Counts [2]: replayed choices, and those that differ from the router's own."""
+        """Count [2]: replayed choices, and those that differ from the router's own."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

@@ -1,5 +1,4 @@
-"""Loading of the distributed optimizer's state. A rank reads only rows in which it owns entries; Megatron-Core 0.16 would read whole
-weights."""
+"""Load the distributed optimizer's state. A rank reads only rows in which it owns entries; Megatron-Core 0.16 would read whole weights."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate the optimizer state of this rank's entries of a weight, by name ("param", "exp_avg", "exp_avg_sq"). Adds tensors to read
-        to `wanted`, by stored name."""
+        """Allocate optimizer state for this rank's entries of a weight, by name ("param", "exp_avg", "exp_avg_sq"). Tensors to read are
+        added to `wanted`, by stored name."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -76,8 +75,9 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate the rows of stored tensor `key` with flat entries `start` to `end` of this rank's shard `piece`. Returns the rows as a
-        ShardedTensor to read into, and a view of the entries. Vocabulary padding, which is not stored, stays zero."""
+        """Allocate memory for those rows of the stored tensor `key` that contain entries `start` to `end` of this rank's flattened shard
+        `piece`. Return it as a ShardedTensor to read into, and a view of just these entries. Vocabulary padding is not stored and stays
+        zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -115,7 +115,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Checkpoint key of a weight's optimizer tensor. `name`: "param" or a moment. None for "param" of float32 models."""
+    """Return the checkpoint's key of a weight's optimizer tensor. `name`: "param" or a moment. None for "param" of float32 models."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -1,4 +1,4 @@
-"""Training of Hugging Face models with Megatron-Core, on GPUs or, with gloo, on CPUs."""
+"""Train Hugging Face models with Megatron-Core, on GPUs or, with gloo, on CPUs."""
 
 from __future__ import annotations
 
@@ -304,7 +304,8 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Tensor memory of a checkpoint, and dicts with learning rates and step counts, in an order fixed by the configuration."""
+        """Return the memory of a checkpoint's tensors, and dicts with learning rates and step counts, in an order fixed by the
+        configuration."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -316,17 +317,16 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Moving average of weights exported by this rank, on the host in float32: bfloat16 would round small updates to 0."""
+    """Moving average of the weights that this rank exports, on the host in float32: bfloat16 would round small updates to 0."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
         self.means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self.means[binding.parameter]) for binding in bindings]
-        """Bindings with the averages as parameters, for loading a checkpoint."""
+        """Bindings with the averages as parameters, to load them from a checkpoint."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """average = decay * average + (1 - decay) * weights."""
         for weight, mean in self.means.items():
             mean.lerp_(weight.to("cpu", torch.float32), 1 - self._decay)
 

@@ -1,4 +1,4 @@
-"""Memory estimate of one rank, from one micro-batch with torch's fake tensors (shapes without data) and fake process groups."""
+"""Estimate one rank's memory from one micro-batch, with torch's fake tensors (shapes without data) and fake process groups."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class RankMemory:
     kept: int = 0
     """Activations kept from forward to backward."""
     training: int = 0
-    """Peak beyond the state in forward and backward."""
+    """Peak in forward and backward, beyond the state."""
     update: int = 0
-    """Peak beyond the state in the optimizer step."""
+    """Peak in the optimizer step, beyond the state."""
     forward: int = 0
-    """Peak beyond the state in a pass without gradients."""
+    """Peak in a pass without gradients, beyond the state."""
     inputs: int = 0
     """Token ids, masks and columns of one micro-batch; a pass holds those of all its micro-batches."""
     kv_cache: int = 0
@@ -73,7 +73,7 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def since(self, start: int) -> int:
-        """Peak beyond `start` bytes since the last call."""
+        """Return the peak since the last call, beyond `start` bytes."""
         peak, self.peak = self.peak, self.now
         return max(peak - start, 0)
 
@@ -94,7 +94,7 @@ class _TracedStrategy(MegatronStrategy):
         """Skip loading: fake tensors hold no weights."""
 
     def state(self) -> tuple[int, int, int]:
-        """Bytes of (weights, gradients, optimizer); shared storages count for the first."""
+        """Bytes of (weights, gradients, optimizer). A shared storage counts for the first."""
         sizes: dict[int, int] = {}
         totals = []
         for group in StateGroup:
@@ -170,7 +170,6 @@ def _tensors(holders: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
-    """Simulate one of many ranks with fake process groups."""
     new_group, preprocess, blocks = dist.new_group, MoEAlltoAllTokenDispatcher.preprocess, vocabulary.Vocabulary.blocks
 
     def fake_group(*args: Any, **options: Any) -> Any:
@@ -181,7 +180,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Send every expert equally many tokens: fake tensors have no counts."""
+        """Send equally many tokens to every expert, since fake tensors have no counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 

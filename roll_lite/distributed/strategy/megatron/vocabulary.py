@@ -1,4 +1,4 @@
-"""Logits and softmax, one block of vocabulary words at a time. The logits [N, V/tp] never exist as a whole."""
+"""Logits and softmax, one block of vocabulary words at a time: the logits [N, V/tp] are never stored whole."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. exp is exactly 0, even in float64; unlike with -inf, the difference of two is not NaN."""
+"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike with -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
-    """Share of the vocabulary on this rank (V/tp rows of the output weight), and the softmax of N positions.
+    """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax at N positions.
 
-    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `temperatures` [N] float32. `kept` [N, K]: token ids
-    of a truncated softmax besides the target, padded with -1; None, or a row of only -1: all.
-    """
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: token ids of a truncated softmax
+    besides the target, padded with -1; None, or a row of only -1: all."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Targets' columns in the block [N, 1] (0 if outside), and mask [N, 1] of targets inside."""
+        """Return the targets' columns in the block [N, 1] (0 if outside), and a mask [N, 1] of targets inside."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
@@ -98,7 +97,6 @@ class SoftmaxSums:
         self.exponentials, self.weighted, self.target = self._sums
 
     def add(self, block: slice, logits: torch.Tensor) -> None:
-        """Add a block; may overwrite the logits."""
         inverse_temperatures = self._vocabulary.inverse_temperatures
         column, here = self._vocabulary.target_columns(block)
         self.target.add_(logits.gather(1, column).where(here, 0).squeeze(1) * inverse_temperatures)
@@ -124,8 +122,7 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states (from this rank's words) and output weight, accumulated from blocks of logit gradients; None if not
-    needed."""
+    """Gradients of the hidden states (from this rank's words) and the output weight, summed over blocks; None if not needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

@@ -61,6 +61,7 @@ function inside(what, given) {
   const of = (record, name) => name === "turns" ? record.episode?.metrics?.turns ?? null : name === "reward" || name === "advantage" ? record.credit?.[name] ?? null
     : name === "correct" ? record.correct === null ? "" : String(record.correct) : record[name] ?? (name === "failure" || name === "finish_reason" ? "" : null);
   const matches = record => Object.entries(given).every(([name, wanted]) => {
+    if (name === "part" && wanted) return (record.parts || []).includes(wanted);
     if (wanted === "" || wanted === undefined || ["run", "sort", "start", "count", "by"].includes(name)) return true;
     if (name === "text") return [record.prompt, record.response, JSON.stringify(record.episode?.messages ?? "")].join("\n").toLowerCase().includes(wanted.toLowerCase());
     const side = name.slice(-4), value = of(record, name.slice(0, -4));
@@ -76,8 +77,8 @@ function inside(what, given) {
   }
   if (what === "counts") {
     const sums = new Map();
-    for (const record of found) {
-      const key = of(record, given.by), sum = sums.get(key) || { value: key, scores: [], right: [] };
+    for (const [record, key] of found.flatMap(record => (given.by === "part" ? record.parts || [] : [of(record, given.by)]).map(key => [record, key]))) {
+      const sum = sums.get(key) || { value: key, scores: [], right: [] };
       sums.set(key, sum); sum.scores.push(record.score ?? NaN); sum.right.push(record.correct === null ? NaN : Number(record.correct)); }
     return [...sums.values()].map(one => ({ value: one.value, count: one.scores.length, score: mean(one.scores), correct: mean(one.right) })).sort((a, b) => b.count - a.count);
   }

@@ -31,12 +31,12 @@ function frame() {
       } }, NAMES[name])));
   document.getElementById("runs").replaceChildren(...state.runs.map((one, at) => {
     const summary = one.summary || {}, overall = summary.accuracy?.overall || {};
-    const change = overall.before !== null && overall.before !== undefined ? ` · held-out ${number(overall.before, "share")} → ${number(overall.after, "share")}` : "";
+    const change = overall.before !== null && overall.before !== undefined ? ` · held-out ${number(overall.before, "share")}${overall.after === null ? "" : ` → ${number(overall.after, "share")}`}` : "";
     const box = state.runs.length > 1 && h("input", { type: "checkbox", checked: !state.off.has(one.name), "aria-label": `Show curves of ${one.name}`,
       onchange: event => { event.target.checked ? state.off.delete(one.name) : state.off.add(one.name); draw(); } });
     const exit = summary.exit || "unknown";
     return h("div", { class: "run", title: exit }, box, h("span", { class: "dot", style: `background:${color(at)}` }), h("b", {}, one.name),
-      h("small", {}, `step ${summary.steps ?? one.steps.at(-1) ?? 0}${one.steps_planned ? ` of ${one.steps_planned}` : ""} · `,
+      h("small", {}, one.evaluates ? "evaluation · " : `step ${summary.steps ?? one.steps.at(-1) ?? 0}${one.steps_planned ? ` of ${one.steps_planned}` : ""} · `,
         h("span", { class: exit.startsWith("failed") ? "bad" : "" }, exit.slice(0, 60)), change, summary.warnings?.length ? h("span", { class: "bad", title: summary.warnings.map(w => w.message).join("\n") }, ` · ${summary.warnings.map(w => words(w.sign)).join(", ")}`) : ""));
   }));
   const waiting = state.runs.reduce((sum, one) => sum + (one.waiting || 0), 0), running = state.runs.some(one => one.summary?.exit === "running");
@@ -130,7 +130,7 @@ async function samples(live, current) {
   if (!one) return main.replaceChildren(h("p", { class: "empty" }, "No run."));
   const filter = Object.fromEntries([...given].filter(([name]) => !["run", "at", "colour", "more"].includes(name)));
   const count = COUNT * Number(given.get("more") || 1), question = { ...filter, run: one.name };
-  const facets = live && state.facets ? state.facets : await Promise.all(["domain", "outcome", "finish_reason", "failure"].map(by => ask("counts", { run: one.name, by })));
+  const facets = live && state.facets ? state.facets : await Promise.all(["domain", "outcome", "finish_reason", "failure", "part"].map(by => ask("counts", { run: one.name, by })));
   state.facets = facets;
   const began = performance.now(), found = await ask("samples", { ...question, count }), took = performance.now() - began;
   if (!current()) return;
@@ -150,7 +150,7 @@ async function samples(live, current) {
   const bar = h("form", { class: "bar", role: "search", "aria-label": "Filter samples", onsubmit: event => event.preventDefault() }, runChoice("samples"),
     h("label", {}, "Text", h("input", { type: "search", id: "search", value: given.get("text") || "", placeholder: "in prompt, response, turns   /", onchange: set("text") })),
     pick("Domain", "domain", options(facets[0])), pick("Of", "kind", [["step", "training"], ["validation", "validation"]]), pick("Correct", "correct", [["true", "yes"], ["false", "no"]]),
-    facets[1].length > 1 && pick("Outcome", "outcome", options(facets[1])), pick("End", "finish_reason", options(facets[2])), options(facets[3]).length > 0 && pick("Failure", "failure", options(facets[3])),
+    facets[1].length > 1 && pick("Outcome", "outcome", options(facets[1])), pick("End", "finish_reason", options(facets[2])), options(facets[3]).length > 0 && pick("Failure", "failure", options(facets[3])), options(facets[4]).length > 0 && pick("Part", "part", options(facets[4])),
     PAIRS.map(([name, label]) => h("div", { class: "field" }, label, h("span", { class: "pair" }, ["min", "max"].map(side => h("input", { type: "number", step: "any", "aria-label": `${label}, ${side === "min" ? "from" : "to"}`, placeholder: side === "min" ? "from" : "to", value: given.get(`${name}_${side}`) || "", onchange: set(`${name}_${side}`) }))))),
     select("Order", [["-step", "newest"], ["step", "oldest"], ["-score", "highest score"], ["score", "lowest score"], ["-response_tokens", "longest"], ["response_tokens", "shortest"], ["-advantage", "largest advantage"], ["advantage", "smallest advantage"], ["-turns", "most turns"]], given.get("sort") || "-step", value => go("samples", { sort: value }, true)),
     h("button", { type: "button", onclick: () => { location.hash = `#samples?${new URLSearchParams({ run: one.name })}`; } }, "Clear"));

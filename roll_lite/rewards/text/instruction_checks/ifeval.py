@@ -32,7 +32,7 @@ def existence(response: str, keywords: list[str]) -> bool:
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
-    """Detect the language. `without_letters`: result for text without letters (True in the original IFEval)."""
+    """True if the response is in `language`. `without_letters`: result for text without letters (True in the original IFEval)."""
     detector = _detector()
     try:
         return str(detector.detect(response)) == language

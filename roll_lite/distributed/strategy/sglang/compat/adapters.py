@@ -1,5 +1,3 @@
-"""Install LoRA adapters from weight updates in SGLang's scheduler processes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from roll_lite.models.adapter_files import A
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the LoRA matrices of all requests. B already includes alpha / rank."""
+    """Replace the LoRA matrices that all requests use. B already includes alpha / rank."""
     manager = runner.lora_manager
     reference = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=NAME, pinned=False)
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted({name.split(".")[-3] for name in tensors})}
@@ -31,7 +29,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Zero-pad an adapter tensor like SGLang on a CPU, which pads dimensions that workers cannot share evenly."""
+    """Zero-pad an adapter tensor as SGLang does on a CPU with dimensions that workers cannot share evenly."""
     *_, target, matrix, _ = name.split(".")
     head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -64,7 +62,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """Stand-in for the torch module without pinned memory, which needs a GPU."""
+    """Stand-in for the torch module that ignores requests for pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

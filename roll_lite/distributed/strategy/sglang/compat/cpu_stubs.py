@@ -34,7 +34,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Return the kernel unchanged, as `@triton.jit` or `@triton.jit(...)`."""
+        """Act as decorator, `@triton.jit` or `@triton.jit(...)`, that returns the kernel unchanged."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:

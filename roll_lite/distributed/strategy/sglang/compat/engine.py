@@ -45,7 +45,6 @@ class SglangEngine:
         self.notes = environment.notes()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        """Call number -> future of the answer."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None

@@ -1,5 +1,3 @@
-"""Conversion of requests to SGLang's format and of its outputs to completions; stop string search."""
-
 from __future__ import annotations
 
 import base64
@@ -23,7 +21,7 @@ _INCOMPLETE = "\ufffd"
 
 
 def generate_input(request: GenerationRequest, rid: str, max_model_len: int, vocabulary: int, experts: bool = False) -> GenerateReqInput:
-    """`rid`: request id, not a prefix of another: SGLang aborts by prefix. `experts`: ask for expert choices."""
+    """Build SGLang's request. `rid`: request id, no prefix of another: SGLang aborts by prefix. `experts`: ask for expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -49,11 +47,10 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Convert sampling parameters; SGLang decodes greedily only with top_k 1.
+    """Convert sampling parameters. Greedy: top_k 1. Sampling with top_k 1: min_p 1 instead, because the log-prob must be 0 and SGLang takes
+    top_k 1 for greedy.
 
-    A sampled request with top_k 1 must report log-prob 0, so it is sent with min_p 1 instead. SGLang reports kept tokens only with top_k,
-    so other requests get the vocabulary size.
-    """
+    To report which tokens truncation kept, SGLang needs a top_k: the vocabulary size if none is set."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -72,7 +69,7 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Tokens from index `first` that SGLang has reported (every 50), without the newest. `version`: their weight version."""
+    """Return the tokens from index `first` that SGLang has reported (every 50), without the newest. `version`: their weight version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -117,7 +114,7 @@ def completion(
 
 
 def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    """Decode expert choices; None if the request ended before it ran."""
+    """Decode expert choices; None if the request ended before it started to run."""
     if (told := meta.get("routed_experts")) is None:
         return None
     flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)
@@ -125,10 +122,11 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last; special tokens have no text."""
+    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last token; special tokens have no
+    text."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], overlap: int = 0) -> None:
-        """`overlap`: number of last prompt tokens that belong to a resumed response."""
+        """`overlap`: number of tokens at the prompt's end that belong to a resumed response."""
         begin = len(prompt_ids) - overlap
         self._tokenizer = tokenizer
         self._stops = stops
@@ -140,7 +138,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens generated so far; negative while earlier tokens of a resumed response are added."""
+        """Tokens generated so far; negative while tokens of the resumed response are added."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

@@ -1,5 +1,3 @@
-"""Code for SGLang's scheduler processes: weight loading, reading weights back, sampling."""
-
 from __future__ import annotations
 
 import json
@@ -47,7 +45,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """Decorate a method that all workers run. Worker 0 writes the return values to the file `answer`."""
+    """Decorate a method that all workers run; worker 0 writes all return values to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -74,7 +72,6 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters of this rank."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -108,7 +105,6 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of named tensors (None: all), in the given dtypes. Collective."""
         held = ((name, _without_padding(name, tensor, shapes[name])) for name, tensor in self._held(names, shapes))
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -137,7 +133,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests and report all their tokens; of re-queued requests, SGLang would report only streamed ones."""
+        """Abort requests and report all their tokens. For re-queued requests, SGLang would report only streamed tokens."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)

@@ -1,7 +1,6 @@
 """Run an SGLang engine in a separate process: an exception in SGLang's scheduler kills all parent processes.
 
-Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor.
-"""
+Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def _tags(parts: Collection[EngineMemory]) -> list[str]:
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or this node's part. Only the first node has a tokenizer manager."""
+    """Launch an engine, or a multi-node engine's part on this node. Only the first node has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
@@ -82,9 +81,9 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request; SGLang then reports weight versions only at its end."""
+    """True once weights have changed during the request: SGLang then reports the tokens' weight versions only at the end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once SGLang's scheduler has the request, or it has ended."""
+    """Set once SGLang's scheduler has the request, or the request has ended."""
 
     @property
     def rid(self) -> str:
@@ -147,7 +146,6 @@ class EngineServer:
             return await command
 
     async def _ask_scheduler(self) -> None:
-        """Wait for an answer of SGLang's scheduler loop."""
         await self._manager.get_internal_state()
 
     # ------------------------------------------------------------ requests
@@ -174,7 +172,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Send a request to SGLang's scheduler, ahead of later messages such as an abort."""
+        """Send a request to SGLang's scheduler, and record this, so that an abort is not sent earlier."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -184,8 +182,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Progress by request number. `since`: request number -> tokens already reported. `parts`: include new tokens, unless weights
-        changed."""
+        """Return progress by request number. `since`: request number -> tokens already reported. `parts`: include new tokens, unless
+        weights changed."""
         found = {}
         for running in self._running.values():
             # SGLang reports non-streamed requests at their first token and every 50 tokens.
@@ -250,7 +248,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers; in a thread, since it may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers, in a thread: it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
@@ -260,7 +258,6 @@ class EngineServer:
         return json.loads(answer.read_text(encoding="utf-8"))
 
     async def _flush(self) -> None:
-        """Clear the KV cache, retrying while a request runs."""
         deadline = asyncio.get_running_loop().time() + _FLUSH_TIMEOUT_S
         while not (await self._manager.flush_cache()).success:
             if asyncio.get_running_loop().time() > deadline:
@@ -288,7 +285,6 @@ def end(engine: Any) -> None:
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
-    """Kill the engine, remove its folder, and exit."""
     end(engine)
     remove_folder(Path(scratch))
     os._exit(0)  # does not wait for unread sockets

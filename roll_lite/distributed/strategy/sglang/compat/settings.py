@@ -1,5 +1,3 @@
-"""Start-up settings of SGLang."""
-
 from __future__ import annotations
 
 import logging
@@ -160,7 +158,6 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments that connect an engine's nodes."""
     if node is None:
         return {}
     host, port = node.meeting
@@ -170,8 +167,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """ValueError if the longest request does not fit into the KV cache (`cache_tokens`): SGLang would cut its response. SGLang keeps one
-    page and one token free."""
+    """Raise ValueError if the longest request does not fit into the KV cache of `cache_tokens`: SGLang would cut its response. SGLang keeps
+    one page and one token free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return

@@ -1,5 +1,3 @@
-"""Install LoRA adapters from weight updates in vLLM's workers."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace the LoRA matrices of all requests. B already includes alpha / rank."""
+    """Replace the LoRA matrices that all requests use. B already includes alpha / rank."""
     known = runner.lora_manager._adapter_manager
     mapper = getattr(known.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(

@@ -1,5 +1,3 @@
-"""vLLM engine (AsyncLLM), which starts its own processes."""
-
 from __future__ import annotations
 
 import os
@@ -39,7 +37,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Engine arguments; on other nodes of an engine only the node's number differs."""
+    """Return engine arguments. On an engine's other nodes, only the node's number differs."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -62,7 +60,6 @@ class VllmProcesses:
 
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        """Set environment and scratch folder of processes started inside the block."""
         os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
@@ -85,7 +82,7 @@ class VllmEngine(VllmProcesses):
     # ------------------------------------------------------------ life
 
     async def start(self) -> list[int]:
-        """Start the engine, blocking the event loop: processes belong to the thread that starts them."""
+        """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         restore_stop_overlap(self._running.output_processor)
@@ -147,7 +144,8 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of likeliest tokens whose log-probs show what truncation kept: 0 for greedy decoding; None if not requested."""
+        """Return how many of the likeliest tokens need log-probs, to show what truncation kept: 0 for greedy decoding; None if not
+        requested."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -187,14 +185,14 @@ class VllmEngine(VllmProcesses):
         await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
-        """Drop the KV cache. Running requests are recomputed under new weights."""
+        """Drop the KV cache; running requests are then recomputed with the new weights."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         """Offload by worker calls, since vLLM's `wake_up` would resume a paused engine.
 
-        vLLM cannot offload weights alone: with `cache_stays`, the cache is reallocated. On a CPU only the cache is freed.
-        """
+        vLLM cannot offload weights alone: with `cache_stays`, the cache is dropped and allocated again. On a CPU only the cache is
+        freed."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
@@ -219,7 +217,7 @@ class VllmEngine(VllmProcesses):
 
 
 class VllmPart(VllmProcesses):
-    """Workers of a vLLM engine on a further node (like `vllm serve --headless`)."""
+    """Workers of a vLLM engine on a node other than its first (like `vllm serve --headless`)."""
 
     _executor: MultiprocExecutor | None = None
 

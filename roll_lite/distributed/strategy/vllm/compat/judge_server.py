@@ -1,7 +1,6 @@
-"""Run vLLM's OpenAI-compatible server for a judge model, in a separate process that ends with its starter.
+"""Run vLLM's OpenAI-compatible server for a judge model in a separate process, which ends with the process that started it.
 
-Run as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session.
-"""
+Run as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
-    """Command line of the server. `name`: model name in requests."""
+    """Return the server's command line. `name`: model name in requests."""
     check_version()
     for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
         sys.stderr.write(f"judges.{name}: {note}\n")

@@ -1,5 +1,3 @@
-"""Conversion of requests to vLLM's format, and of outputs to completions."""
-
 from __future__ import annotations
 
 import copy
@@ -24,18 +22,18 @@ if TYPE_CHECKING:
 ADAPTERS = 1
 """Id of the only LoRA adapter (`lora_int_id`)."""
 STOP_IDS = 120
-"""Maximum `stop_token_ids` beside `min_tokens`. vLLM's GPU sampler has room for 128, with end tokens; more kill the engine."""
+"""Maximum `stop_token_ids` with `min_tokens`. vLLM's GPU sampler has room for 128, end tokens included; more kill the engine."""
 
 
 def adapters_request() -> LoRARequest:
-    """LoRA request. vLLM reads the path only if no adapter is loaded."""
+    """Build the LoRA request. vLLM reads the path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """`alternatives`: number of likeliest tokens whose log-probs are returned."""
+    """Build vLLM's sampling parameters. `alternatives`: number of likeliest tokens whose log-probs are returned."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -62,7 +60,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Prompt in the only form that vLLM handles without a thread, so that requests stay in order."""
+    """Return the prompt in the only form that vLLM handles without a thread, which keeps requests in order."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -76,8 +74,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert a final output. `version`: default weight version. `alternatives`: log-probs requested per token, for kept_ids. `experts`:
-    None to omit expert choices."""
+    """Convert a final output. `version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find
+    kept_ids. `experts`: None to omit expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -100,7 +98,7 @@ def completion(
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
-    """Tokens since the last report, without the newest."""
+    """Return the tokens since the last report, without the newest."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     first = flight.reported
     found = state.logprobs_processor.logprobs
@@ -119,7 +117,8 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    """Ids kept by truncated sampling, per position; empty for greedy decoding. vLLM's `return_sampling_mask` needs a GPU and top_k."""
+    """Return the token ids that truncated sampling kept, per position; empty for greedy decoding. vLLM's `return_sampling_mask` needs a GPU
+    and top_k."""
     if alternatives == 0:
         return ((),) * len(found)
     pairs = list(zip(found.token_ids, found.logprobs, strict=True))
@@ -131,8 +130,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in a resumed response's earlier tokens, at the end of the prompt: the detokenizer starts with
-    them."""
+    """Make vLLM find stop strings that begin in a resumed response's earlier tokens, which end the prompt: the detokenizer starts with
+    these tokens."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

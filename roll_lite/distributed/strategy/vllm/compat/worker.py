@@ -1,5 +1,3 @@
-"""Code for vLLM's worker processes: weight loading, reading weights back, exit with the hosting process."""
-
 from __future__ import annotations
 
 import os
@@ -139,7 +137,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel apply the map from global to local expert ids; without it, reads would be out of bounds."""
+    """Make vLLM's CPU kernel map global to local expert ids; without this, it would read out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -168,7 +166,7 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """Pack a tied LM head again, which vLLM's reload skips."""
+    """Pack a tied LM head again; vLLM's reload skips it."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
@@ -187,7 +185,7 @@ _DIGIT = 128
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """(number of experts, gate above up, down) of this worker, unpacked. RuntimeError on a GPU."""
+    """Return (number of experts, gate above up, down) of this worker, unpacked. RuntimeError on a GPU."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
@@ -197,7 +195,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, a permutation per expert, which is found by packing row and column numbers, digit by digit."""
+    """Undo packing. Packing permutes each expert's entries; the permutation is found by packing row and column numbers, digit by digit."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape

@@ -1,0 +1,47 @@
+"""Configurations with `mode: evaluate`: settings that only training reads are left out, so they need not be given, or fit the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from roll_lite.config.compose.layers import Composed
+from roll_lite.config.problems import Missing, Path
+
+TRAINING = tuple(
+    tuple(path.split("."))
+    for path in (
+        *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
+        *("simulation", "validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
+        *("domains.*.data.train", "domains.*.data.weight", "domains.*.data.epochs"),
+        *("domains.*.data.filter.difficulty", "domains.*.data.filter.difficulty_range"),
+    )
+)
+ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
+"""Settings of `rollout` that held-out prompts read too."""
+
+
+def without_training(composed: Composed) -> Composed:
+    """Leave out settings of training, and domains without held-out prompts if others have some."""
+    domains = composed.data.get("domains")
+    domains = domains if isinstance(domains, dict) else {}
+    sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}
+    held_out = [name for name, data in sections.items() if isinstance(data, dict) and data.get("validation")]
+
+    def is_left_out(path: Path) -> bool:
+        of_rollout, of_domain = (path[0] == section and len(path) > 1 for section in ("rollout", "domains"))
+        if (of_rollout and path[1] not in ROLLOUT) or (of_domain and held_out and path[1] in sections and path[1] not in held_out):
+            return True
+        return any(all(part in ("*", key) for part, key in zip(one, path, strict=False)) for one in TRAINING if len(one) <= len(path))
+
+    def kept(data: Any, path: Path = ()) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: kept(value, (*path, key)) for key, value in data.items() if not is_left_out((*path, key))}
+
+    data = kept(composed.data)
+    if data.get("validation", {}) is None:
+        del data["validation"]
+    problems = [one for one in composed.problems if not (isinstance(one, Missing) and is_left_out(tuple(one.path.split("."))))]
+    broken = frozenset(path for path in composed.broken if not path or not is_left_out(path))
+    return replace(composed, data=data, problems=problems, broken=broken)

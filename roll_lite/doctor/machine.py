@@ -1,0 +1,185 @@
+"""Checks of one machine, in seconds: versions, engines, GPUs, memory, shared memory, disk, open files, sandbox, ports, clock."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from subprocess import getoutput
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from roll_lite.config.schema.run import RayConfig
+from roll_lite.distributed.session_guard import SHARED
+from roll_lite.distributed.strategy.build import ENGINES
+from roll_lite.distributed.strategy.inference.settings import NotInstalled
+from roll_lite.pipeline.node_facts import GIB, LEAST_DISK_GIB, MOST_CLOCK_SECONDS, Scout, installed
+from roll_lite.pipeline.shortages import check_machine as find_shortages
+from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
+
+PORTS = 6379, 8265, 8700
+"""Default ports of Ray's head node and dashboard, and of `roll-lite view`. A run of its own takes ports that the system chooses."""
+TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
+ABSENT = "not installed"
+INSTALL = "install the versions of a lock file (docs/environment.md), or pip install"
+NO_ENGINE = "install one engine (docs/environment.md); without any there is only mode=train_only"
+SMALL = f"Ray's objects go to the temporary folder, which is slower; enlarge {SHARED} (docker run --shm-size=1g)"
+DISK = "remove files, or have runs write elsewhere (run_dir)"
+NO_CODE = "code rewards and Python tools refuse to start (docs/code_reward.md)"
+SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS connections may be refused"
+
+SECONDS = 60.0
+"""Time limit of a separate process."""
+LEAST_FREE = 0.9
+"""Share of a GPU's memory that is free if no other process uses it."""
+DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
+GPU_STACK = "install a lock file for GPUs (docs/environment.md) and a driver for its CUDA version; if they fit, look at dmesg"
+Memory = tuple[str, int, int]
+"""Name of a GPU, its free bytes, and all."""
+
+
+@dataclass
+class Diagnosis:
+    check: str
+    value: str
+    remedy: str = ""
+    """Empty if all is well."""
+    status: str = "fault"
+    """fault or warning; ok without a remedy."""
+    node: str = ""
+    """Address of the node, if several are checked."""
+
+    def __post_init__(self) -> None:
+        self.status = self.status if self.remedy else "ok"
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a separate process. RuntimeError if that crashes or hangs."""
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    try:
+        return pool.submit(function, *arguments).result(SECONDS)
+    except TimeoutError:
+        for process in pool._processes.values():
+            process.terminate()
+        raise RuntimeError(f"no answer within {SECONDS:g} s") from None
+    finally:
+        pool.shutdown()
+
+
+def check_versions() -> Iterator[Diagnosis]:
+    """Compare installed packages with the ranges in roll_lite's own metadata."""
+    for requirement in map(Requirement, metadata.requires("roll_lite") or ()):
+        try:
+            version = metadata.version(requirement.name)
+            fits = requirement.specifier.contains(version, prereleases=True)
+        except metadata.PackageNotFoundError:
+            version, fits = ABSENT, False
+        if not (fits or requirement.marker):  # with a marker it is an extra
+            yield Diagnosis(requirement.name, f"{version}, supported is {requirement.specifier or 'any'}", f"{INSTALL} '{requirement}'")
+    yield Diagnosis("versions", ", ".join(f"{name} {version}" for name, version in installed().items()))
+
+
+def check_engines() -> Iterator[Diagnosis]:
+    absent = []
+    for name, version in ENGINES.items():
+        try:
+            yield Diagnosis(name, version())
+        except NotInstalled:
+            absent.append(name)
+        except RuntimeError as error:
+            yield Diagnosis(name, str(error), f"{INSTALL} 'roll_lite[{name}]'")
+    for name in absent:
+        yield Diagnosis(name, ABSENT, NO_ENGINE if len(absent) == len(ENGINES) else "")
+
+
+def check_gpus() -> Iterator[Diagnosis]:
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        yield Diagnosis("gpus", "none, runs go on the CPU (gloo)")
+        return
+    driver = "".join(DRIVER.findall(getoutput(f"timeout {SECONDS:g} nvidia-smi"))) or "nvidia-smi tells no driver"
+    try:
+        torch, gpus, blind = alone(ask_torch)
+    except RuntimeError as error:
+        yield Diagnosis("gpus", f"torch cannot use them: {error}; {driver}", GPU_STACK)
+    else:
+        yield from judge_gpus(f"{torch}; {driver}", gpus, blind, getoutput(f"timeout {SECONDS:g} nvidia-smi topo -m"))
+
+
+def ask_torch() -> tuple[str, list[Memory], list[str]]:
+    """Open each GPU. Returns torch's version, the GPUs, and pairs that cannot read each other's memory."""
+    import torch
+
+    cuda, numbers = torch.cuda, range(torch.cuda.device_count())
+    if torch.version.cuda is None:
+        raise RuntimeError(f"torch {torch.__version__} is a build for CPUs")
+    cuda.init()
+    memory = [(cuda.get_device_name(number), *cuda.mem_get_info(number)) for number in numbers]
+    blind = [f"{a}-{b}" for a in numbers for b in numbers if a < b and not cuda.can_device_access_peer(a, b)]
+    return f"torch {torch.__version__} for CUDA {torch.version.cuda}", memory, blind
+
+
+def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: str) -> Iterator[Diagnosis]:
+    """Report GPUs that work. `versions`: of torch and driver; `topology`: output of `nvidia-smi topo -m`."""
+    used = [f"GPU {n} has {free / GIB:.0f} GiB free" for n, (_, free, total) in enumerate(gpus) if free < LEAST_FREE * total]
+    remedy = f"{', '.join(used)}: end the processes that nvidia-smi lists, or leave these out by CUDA_VISIBLE_DEVICES" if used else ""
+    yield Diagnosis("gpus", f"{len(gpus)} x {' and '.join(sorted({name for name, *_ in gpus}))}, {versions}", remedy, "warning")
+    if len(gpus) > 1:
+        remedy = f"no peer access between {', '.join(blind)}, which send through host memory: look at IOMMU and ACS" if blind else ""
+        yield Diagnosis("links", ", ".join(links_of(topology)) or "unknown to nvidia-smi", remedy, "warning")
+
+
+def links_of(topology: str) -> list[str]:
+    """Kinds of links between GPUs in the words of `nvidia-smi topo -m`: NV18 is 18 NVLinks, PIX to SYS are PCIe."""
+    rows = re.findall(r"^\W*GPU\d+\s+(.*\bX\b.*)$", topology, re.MULTILINE)
+    return sorted({cell for row in rows for cell in row.split()[: len(rows)]} - {"X"})
+
+
+def check_space(run_folder: Path) -> Iterator[Diagnosis]:
+    """Check memory, disk, shared memory and open files."""
+    facts, problems = Scout().look(run_folder, []), {problem.path: problem.message for problem in find_shortages()}
+    room = f"{facts.memory_gib:.1f} GiB of memory and {facts.disk_gib:.1f} GiB of disk are free, {os.cpu_count()} CPU cores"
+    yield Diagnosis("room", room, DISK if facts.disk_gib < LEAST_DISK_GIB else "", "warning")
+    free, short = shutil.disk_usage(SHARED).free, problems.get(str(SHARED))
+    small = SMALL if free < RayConfig().object_store_mb << 20 else ""
+    yield Diagnosis("shared memory", f"{free / GIB:.2f} GiB free", short or small, "fault" if short else "warning")
+    yield Diagnosis("open files", f"{resource.getrlimit(resource.RLIMIT_NOFILE)[1]} at most", problems.get("ulimit -n", ""))
+
+
+def check_ports(ports: Sequence[int] = PORTS) -> Iterator[Diagnosis]:
+    taken = [str(port) for port in ports if not socket.socket().connect_ex(("127.0.0.1", port))]
+    yield Diagnosis("ports", f"of {', '.join(map(str, ports))} taken: {', '.join(taken) or 'none'}", TAKEN if taken else "", "warning")
+
+
+def check_sandbox(walls: str = "namespaces") -> Iterator[Diagnosis]:
+    """Start a sandbox. `walls`: the strongest kind of isolation to try."""
+    sandbox = Sandbox(walls)
+    try:
+        found = sandbox.start()
+    except SandboxTrouble as trouble:
+        yield Diagnosis("sandbox", str(trouble), NO_CODE, "warning")
+    else:
+        sandbox.close()
+        value = f"{found.kind}, {found.describe() if found.missing else 'isolates ' + ', '.join(found.held)}"
+        yield Diagnosis("sandbox", value, NO_CODE if found.missing else "", "warning")
+
+
+def check_clock(newest: Path = Path(__file__)) -> Iterator[Diagnosis]:
+    """Check that the clock is not behind an installed file. `newest`: that file."""
+    value = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
+    yield Diagnosis("clock", value, SET_CLOCK if newest.stat().st_mtime - time.time() > MOST_CLOCK_SECONDS else "", "warning")
+
+
+def check_machine(run_folder: Path) -> Iterator[Diagnosis]:
+    """Checks that need neither Ray nor free ports: those of each node."""
+    return chain(check_versions(), check_engines(), check_gpus(), check_space(run_folder), check_sandbox(), check_clock())

@@ -1,0 +1,95 @@
+"""Checks of every node of a Ray cluster, in one table, and the bandwidth between nodes, measured with gloo and with NCCL."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll_lite.config.schema.run import RayConfig
+from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.placement import Slot
+from roll_lite.distributed.ray_session import ray_session
+from roll_lite.distributed.worker import Worker
+from roll_lite.doctor.machine import Diagnosis, check_machine
+from roll_lite.pipeline.node_facts import differences, look_at, table, warnings
+
+BYTES, REPEATS = 32 << 20, 4
+"""Size of a measured message, and number of tries, of which the fastest counts."""
+CALL_SECONDS = 120.0
+SLOW = 4.0
+"""A pair of nodes is slow if the median pair is faster by this factor."""
+COLUMNS = ("gpus", "shared memory", "open files", "sandbox")
+"""Checks that the table of nodes shows."""
+LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), cable and switch port"
+
+
+class NodeWorker(Worker):
+    """Process on a node, in a process group with one on every other node."""
+
+    def check(self, run_folder: Path) -> list[Diagnosis]:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from workers that reserve none
+        return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
+
+    def measure(self, device: str, groups: Sequence[Sequence[int]]) -> list[float]:
+        """Measure an all-reduce in each group of ranks, one after the other (collective). Returns bytes per second that each member sends,
+        and 0 for groups without this process."""
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            self.init_process_group()
+        data, speeds = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
+        for ranks in groups:
+            group, best = dist.new_group(list(ranks)), float("inf")
+            for _ in range(REPEATS) if self.rank in ranks else ():
+                started = time.perf_counter()
+                dist.all_reduce(data, group=group)
+                data[0].item()  # waits for a GPU
+                best = min(best, time.perf_counter() - started)
+            speeds.append(2 * BYTES * (1 - 1 / len(ranks)) / best)
+        return speeds
+
+
+def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
+    """Yield a table of the cluster's nodes, and the diagnoses of each and of the links between them."""
+    with ray_session(RayConfig(address=address), None):
+        alive = sorted(
+            (node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id()
+        )
+        names = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
+        facts = {names[node]: own for node, own in look_at(list(names), run_folder).items()}
+        slots = [Slot(NodeAffinitySchedulingStrategy(node, soft=False)) for node in names]
+        cluster = start_cluster(ClusterSpec("doctor", slots, timeout_s=CALL_SECONDS), NodeWorker)
+        found = [one for own in cluster.all(NodeWorker.check, run_folder) for one in own]
+        cells = {name: {one.node: one.value.partition(",")[0] for one in found if one.check == name} for name in COLUMNS}
+        yield Diagnosis("nodes", table(facts, cells))
+        yield from found
+        for problem in differences(facts, defaultdict(set)):
+            yield Diagnosis("nodes", problem, "until then a run over these nodes ends at its start")
+        for warning in warnings(facts):
+            yield Diagnosis("nodes", warning, "have a time server keep the clocks; remove files", "warning")
+        with_gpus = [rank for rank, node in enumerate(alive) if node["Resources"].get("GPU")]
+        for device, backend, ranks in ("cpu", "gloo", range(len(alive))), ("cuda", "NCCL", with_gpus):
+            if len(ranks) > 1:
+                speeds = cluster.all(NodeWorker.measure, device, [*pairwise(ranks), tuple(ranks)])
+                yield from judge_links(backend, [list(facts)[rank] for rank in ranks], [max(own) for own in zip(*speeds, strict=True)])
+
+
+def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
+    """Yield the speeds, and links that are slower than others. `speeds`: bytes per second from each place to the next, and last in
+    an all-reduce over all."""
+    *pairs, together = speeds
+    told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
+    yield Diagnosis(backend, told)
+    for pair, speed in zip(pairwise(places), pairs, strict=True):
+        if speed * SLOW < statistics.median(pairs):
+            yield Diagnosis(backend, f"{' to '.join(pair)}: {speed / 1e9:.2f} GB/s", LINK, "warning")
