@@ -97,7 +97,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """At the start of the group; staleness counts from here."""
+    """Batches requested before the group started; staleness counts from here."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
