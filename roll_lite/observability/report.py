@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from roll_lite.files import write_whole
-from roll_lite.hub import written
+from roll_lite.hub import config_notation
 from roll_lite.observability.health import Finding
 from roll_lite.observability.run_folder import CONFIG_FILE
 
@@ -61,7 +61,7 @@ def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) ->
         if (known := HELD_OUT.fullmatch(name)) is not None and not known["metric"].startswith("version"):
             results.setdefault(known["where"] or OVERALL, {})[known["metric"]] = value
     config = hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()
-    evaluation = {"model": written(model), "config_sha256": config, "results": results}
+    evaluation = {"model": config_notation(model), "config_sha256": config, "results": results}
     write_whole(folder / EVALUATION_FILE, json.dumps(_with_nulls(evaluation), indent=2, allow_nan=False) + "\n")
     return results
 
