@@ -107,8 +107,8 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers.
 
-    Members of an NCCL group need equal settings, so trainers get those that SGLang chooses for engines. Trainers also get a limit for
-    cached pinned memory: torch would round pinned copies up to powers of two and never free them.
+    Members of an NCCL group need equal settings, so trainers get the settings that SGLang chooses for engines. Trainers also get a limit
+    for cached pinned memory: torch would round pinned copies up to powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -126,7 +126,7 @@ def gpu_environment(config: RunConfig, role: str, given: Mapping[str, str] = os.
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return paths of models whose token embeddings are trained, by setting. LoRA freezes the actor's."""
+    """Return setting -> path of each model whose token embeddings are trained. LoRA freezes the actor's."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
