@@ -128,7 +128,7 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
     """Return reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`.
 
-    before_kl [N]: rewards without KL. With `normalize_std`, groups in which these are equal get 0: only KL separates their rewards."""
+    before_kl [N]: rewards without KL. With `normalize_std`, groups with equal `before_kl` get 0: their rewards differ only by KL."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)

@@ -198,7 +198,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Wrap a loss whose only limit is the clamp of the log-ratio. `trains` bool: tokens that count as clipped if beyond it."""
+    """Wrap a loss whose only limit is the clamp of the log-ratio. Tokens of `trains` (bool) beyond the clamp count as clipped."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -233,7 +233,7 @@ def mismatch_weights(
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product
-    (`sequence`) or geometric mean (`geometric`) over tokens. `truncate` limits weights to the range (TIS), `mask` sets those outside to 0
+    (`sequence`) or geometric mean (`geometric`) over tokens. `truncate` limits weights to the range (TIS), `mask` sets weights outside to 0
     (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
@@ -300,7 +300,7 @@ class ValueLoss:
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Return half the squared error; with clip, of the plain or the clipped value, whichever errs more (PPO)."""
+    """Return half the squared error. With `clip`: the larger error of the plain and the clipped value (PPO)."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()

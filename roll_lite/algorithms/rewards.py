@@ -161,8 +161,9 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Multiply the data's weights by function_weights, and set them to 0 for truncated samples (if `truncated`), groups whose mean score is
-    outside `group_mean`, and responses whose policy tokens are outside `response_tokens`."""
+    """Return training weights: the sample weights of the data, times those of the user's function (`function_weights`). They are 0 for
+    truncated samples (if `truncated`), groups whose mean score is outside `group_mean`, and responses whose number of policy tokens is
+    outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

@@ -374,7 +374,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. If a domain's prompts per step are no integer on average, they vary by less than two."""
+    """Maximum samples of a step. A domain's prompts in a step differ from a fractional average by less than two; the domains with most
+    samples per prompt are assumed to get the most prompts."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

@@ -195,7 +195,8 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Type of a field: its section classes (none: plain value; several: union), in `container` if it is a list or mapping."""
+    """Type of a field. `variants`: its section classes, several for a union, none for a plain value. `container`: dict or list if the field
+    holds a mapping or list."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None

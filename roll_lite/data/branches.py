@@ -1,5 +1,5 @@
-"""Map samples to training rows. Samples have several rows if their agent's conversation branched; batches without such samples lack the
-column `branch`."""
+"""Map samples to training rows: several per sample if its agent's conversation branched. Batches without branched samples lack the column
+`branch`."""
 
 from __future__ import annotations
 

@@ -211,8 +211,9 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield, for each shard, TABLE_ROWS rows with all configured columns, then rows with only the tag column. From the first shard that
-    lacks a configured column: only tags; if the tag column is missing too, one row of placeholders."""
+    """Yield rows of each shard: all configured columns of the first TABLE_ROWS, only the tag of later ones (up to SCANNED_ROWS). Columns
+    that are not read hold _NOT_READ. Once a shard lacks a configured column, only the tag is read; a shard that lacks the tag too yields
+    one row without values."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -113,7 +113,7 @@ class PaddedBudget:
 class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
-    """Micro-batches that this rank runs, at least 1; those beyond `parts` are empty."""
+    """Number of micro-batches that this rank runs, at least 1. If it exceeds the number of `parts`, the last micro-batches are empty."""
     tokens_divisor: int = 1
 
     @staticmethod

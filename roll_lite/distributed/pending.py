@@ -160,7 +160,7 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 
 
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Wait up to `timeout_s` for references; return those ready. Raises the failure of a dead or silent rank."""
+    """Wait up to `timeout_s` for references; return the ready ones. Raise the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
         ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]

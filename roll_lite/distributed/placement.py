@@ -42,7 +42,7 @@ class PlacementTimeout(TimeoutError):
 class Slot:
     strategy: Any = None
     local_rank: int = 0
-    """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
+    """Index of the worker's first device among the devices it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
     """Placement group of a worker that waits for free devices; else None."""

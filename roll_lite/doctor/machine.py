@@ -29,7 +29,8 @@ from roll_lite.pipeline.shortages import check_machine as find_shortages
 from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
 
 PORTS = 6379, 8265, 8700
-"""Default ports of Ray's head node and dashboard, and of `roll-lite view`. A run of its own takes ports that the system chooses."""
+"""Default ports of Ray's head node, its dashboard and `roll-lite view`. A run that starts its own Ray takes ports that the system
+chooses."""
 TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
 ABSENT = "not installed"
 INSTALL = "install the versions of a lock file (docs/environment.md), or pip install"
@@ -181,5 +182,5 @@ def check_clock(newest: Path = Path(__file__)) -> Iterator[Diagnosis]:
 
 
 def check_machine(run_folder: Path) -> Iterator[Diagnosis]:
-    """Checks that need neither Ray nor free ports: those of each node."""
+    """Run the checks of one node that need neither Ray nor free ports."""
     return chain(check_versions(), check_engines(), check_gpus(), check_space(run_folder), check_sandbox(), check_clock())

@@ -23,7 +23,7 @@ from roll_lite.doctor.machine import Diagnosis, check_machine
 from roll_lite.pipeline.node_facts import differences, look_at, table, warnings
 
 BYTES, REPEATS = 32 << 20, 4
-"""Size of a measured message, and number of tries, of which the fastest counts."""
+"""Size of a measured message, and number of tries; the fastest try counts."""
 CALL_SECONDS = 120.0
 SLOW = 4.0
 """A pair of nodes is slow if the median pair is faster by this factor."""
@@ -60,7 +60,7 @@ class NodeWorker(Worker):
 
 
 def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
-    """Yield a table of the cluster's nodes, and the diagnoses of each and of the links between them."""
+    """Yield a table of the cluster's nodes, and diagnoses of each node and of the links between nodes."""
     with ray_session(RayConfig(address=address), None):
         alive = sorted(
             (node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id()

@@ -69,7 +69,7 @@ class AgentSession:
         self._call_numbers = count()
 
     def end(self) -> None:
-        """Store the conversations in the policy: the latest as its messages, others as branches."""
+        """Set the policy object's messages to the conversation with the latest response, and its branches to the other conversations."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())

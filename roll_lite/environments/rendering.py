@@ -225,7 +225,8 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """Insert split marks in all texts of a value. `only_special`: only for special tokens."""
+        """Mark, in all texts of a value, where `encode` must split the spelling of added tokens such as `<|im_end|>`, so that they become
+        plain text. `only_special`: only special tokens."""
         if isinstance(value, str):
             return (self._special if only_special else self._all).sub(rf"\g<0>{self._mark}", value)
         if isinstance(value, Mapping):

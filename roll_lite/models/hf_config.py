@@ -21,7 +21,7 @@ SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, also of models that roll_lite cannot train."""
+    """Sizes of a model, including models that roll_lite cannot train."""
 
     model_type: str
     layers: int

@@ -51,7 +51,7 @@ OF_FILES = _names(
 )
 """Ignored fields: about files, training, and transformers' implementation."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
-"""Ignored fields of classifiers; config/checks/scoring_models.py checks reward models."""
+"""Fields of classifiers, ignored here; for reward models, config/checks/scoring_models.py checks the number of labels."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
 """Ignored length limits; engines report requests that exceed them."""
 OF_GENERATION = _names(

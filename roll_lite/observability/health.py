@@ -36,7 +36,8 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if the step shows the sign, given its metrics and those of earlier steps (the first with an entropy, and the latest)."""
+    """True if the step shows the sign. Arguments: the step's metrics, and metrics of earlier steps (the first with an entropy, and the
+    latest)."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 

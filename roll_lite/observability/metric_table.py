@@ -1,5 +1,5 @@
-"""Table of all metrics; `docs/metrics.md` is generated from it. Metrics with `by` = domain are reported as `domain/<domain>/<name>` and,
-over all domains, as `<name>`; others with `by` as `<name>/<phase>` etc."""
+"""Table of all metrics; `docs/metrics.md` is generated from it. A metric with by="domain" is reported per domain as
+`domain/<domain>/<name>` and overall as `<name>`; with another `by`, such as "phase", as `<name>/<phase>`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Tracker(ABC):
         """Log metrics of a step. Later calls for the same step add other metrics."""
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:  # noqa: B027
-        """Log a step's phases and those of its training ranks. Optional."""
+        """Log a step's phases and the phases of its training ranks. Optional."""
 
     def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
         """Log some samples, each with SAMPLE_COLUMNS. `kind`: "step" or "validation". Optional."""
@@ -322,7 +322,7 @@ class PrometheusTracker(Tracker):
 
 
 class OpenTelemetryTracker(Tracker):
-    """Sends a trace per step by OTLP over HTTP: the driver's phases, and within them those of training ranks."""
+    """Sends a trace per step by OTLP over HTTP: the driver's phases, and within them the phases of training ranks."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -359,7 +359,7 @@ class OpenTelemetryTracker(Tracker):
 
 
 def some_samples(file: Path, per_domain: int) -> list[dict[str, Any]]:
-    """Return the first samples of each domain in a file of samples/, with SAMPLE_COLUMNS; empty if there is no such file."""
+    """Return the first samples of each domain in a file of samples/, with SAMPLE_COLUMNS; empty if the file is missing."""
     found: dict[str, list[dict[str, Any]]] = {}
     with suppress(OSError), file.open(encoding="utf-8") as lines:
         for line in lines if per_domain else ():

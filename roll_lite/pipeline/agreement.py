@@ -39,7 +39,8 @@ FACTOR, STALE_FACTOR = 5.0, 10.0
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Earlier steps whose median is the usual difference: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most
+"""Number of earlier steps over which the usual difference is a median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older
+weights), at most
 MOST_STEPS."""
 Age = tuple[int, int]
 """Age of a sample: number of weight updates since its oldest token was generated, and since its newest."""

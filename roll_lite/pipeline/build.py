@@ -122,7 +122,7 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Members of an NCCL group need equal settings, so trainers get those that SGLang chooses for engines. Trainers also get expandable
+    Members of an NCCL group need equal settings, so trainers get the settings that SGLang chooses for engines. Trainers also get expandable
     segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
     powers of two and never free them.
     """
@@ -149,7 +149,7 @@ def gpu_environment(
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return paths of models whose token embeddings are trained, by setting. LoRA freezes the actor's."""
+    """Return setting -> path of each model whose token embeddings are trained. LoRA freezes the actor's."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}

@@ -1,4 +1,5 @@
-"""Models and engines as the pipeline calls them, and their turns on shared devices (config/device_phases.py)."""
+"""Handles through which the pipeline calls models and engines; roles that share devices load, work and offload in turn
+(config/device_phases.py)."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training: each data parallel rank gets its part of every mini-batch, and only once each row in these parts."""
+        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows that these parts use; a row
+        used by several mini-batches is sent once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -117,7 +119,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start: engines measure free memory, so those on one GPU start one by one."""
+    """Number of turns in which engines start: engines measure free memory, so engines on one GPU start one by one."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)

@@ -71,6 +71,6 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return (group, index in the group, branch) of each row: its identity, also in the whole batch."""
+    """Return each row's key (group, index in the group, branch), which is the same in a part of the batch and in the whole batch."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -42,7 +42,8 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the folder's files on this node, by name; for a checkpoint sizes, since loading verifies checksums."""
+        """Return fingerprints of the folder's files on this node, by file name. For checkpoints, return only file sizes, since loading
+        verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}

@@ -1,4 +1,5 @@
-"""Settings that may change when a run resumes from a checkpoint: one table for the check, the notes and docs/checkpoints.md."""
+"""Effects of changing settings when a run resumes from a checkpoint: which changes are refused, how others are described at the start.
+docs/checkpoints.md has the same table."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ class Architecture:
     hf: HfConfig
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
-        """Count the parameters; with tensor parallelism (`parallel`), those on one engine rank, where ranks that share a key/value head
-        each hold a copy."""
+        """Count the parameters or, with tensor parallelism (`parallel`), the parameters on one engine rank. Ranks that share a key/value
+        head each hold a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -57,7 +57,8 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model: `named` (--model) or at model.path; else the public model whose name begins the name of path or configuration."""
+    """Find the model: folder or name `named` (--model), else the folder `path`; else the public model whose name begins the name of the
+    path or configuration."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

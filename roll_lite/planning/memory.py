@@ -33,7 +33,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes of each role on the devices, also of roles that take turns on them."""
+    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
     total: int
 
 

@@ -158,7 +158,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured supply policy and, unless engines and trainer share devices, the others."""
+    """Simulate the configured supply policy and, unless engines and trainer share devices, the other supply policies."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

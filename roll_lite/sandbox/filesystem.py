@@ -79,7 +79,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the readable paths in a folder, without the hidden ones, and the folders of which only names may be listed."""
+    """Return two lists: paths with nothing hidden inside, and folders that contain hidden paths, whose entries may only be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -253,7 +253,7 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that are not in use, except those younger than CLAIM_S, which may be claimed soon."""
+    """Yield this user's folders that are not in use, except folders younger than CLAIM_S, which may be claimed soon."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

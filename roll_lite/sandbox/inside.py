@@ -324,7 +324,7 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of the program's classes, or a nonempty container of only such objects."""
+    """True for an object of the program's classes, or a nonempty container whose items all are, at any depth."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))

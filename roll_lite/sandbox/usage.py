@@ -37,7 +37,7 @@ class Usage:
             """Resident pages of this interpreter, subtracted from forked programs, which share them."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings by process; each sample counts those of one random process."""
+        """Number of memory mappings by process; each sample counts the mappings of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 

@@ -139,7 +139,7 @@ class DomainScheduler:
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
-        """Cause of loss of each of the latest groups; None: not lost. Stale groups are left out."""
+        """Why each of the latest groups was lost; None if it was not. Stale groups are left out."""
         self._given_up = 0
         """Filtered groups that are not replaced, so that the next batch may be smaller."""
         self._tries_left = 0

@@ -65,7 +65,7 @@ class Collected:
     """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers in references to tokens by the blocks themselves."""
+        """Return a copy whose turns and parts refer to `blocks[number]` instead of a block's number."""
         return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 
@@ -93,8 +93,8 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Join the request's earlier turns, prompt and response `parts` in one row. Raise ConnectionError if a process with some of them
-        is gone."""
+        """Concatenate all tokens of a request into one row: earlier turns, prompt, then the response pieces `parts`. Raise ConnectionError
+        if a process that held some of them is gone."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...

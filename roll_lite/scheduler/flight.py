@@ -20,7 +20,7 @@ PRIOR_RESPONSES = 8
 RESPONSES_REMEMBERED = 512
 """Number of latest response lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
-"""Lengths are sorted again once 1/REFRESH of them are new."""
+"""Lengths are sorted again once at least 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
 """Tolerance in seconds for timers that fire early."""
 LOOK_S = 1.0
@@ -172,7 +172,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, with pieces from the present engine; but its `tokens` refer only to those of earlier engines."""
+        """Response so far, including pieces from the present engine; its `tokens` refer only to tokens from earlier engines."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 

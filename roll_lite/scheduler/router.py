@@ -132,8 +132,8 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request from its tokens. Raise RequestFailed after too many aborts without progress; those by `hold` do not
-        count."""
+        """Continue an aborted request from its tokens. Raise RequestFailed after too many aborts without progress; aborts caused by `hold`
+        do not count."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.aborts_without_progress = 0

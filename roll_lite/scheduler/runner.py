@@ -43,7 +43,7 @@ class _Row:
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """Start after response `context` of another row, if given, with all tokens up to its end."""
+        """Start an empty row or, given `context`, a branch: its prompt is all tokens of another row up to the end of this response."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()

@@ -1,4 +1,5 @@
-"""Supplies: policies for how early prompts start before training needs them. Time is counted in requested batches."""
+"""Policies ("supplies") for how far generation runs ahead of training, measured in batches: how many may start, given the numbers that
+training has requested and received."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Supply(Protocol):
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Starts the prompts of a batch when training requests it and waits."""
+    """Starts a batch's prompts only when training requests the batch; training waits for it."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True

@@ -56,7 +56,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then those of `parts`."""
+    """Sample to save. While its response is generated, its tokens are the tokens of `request` (context and prompt), then the tokens of
+    `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None

@@ -125,7 +125,7 @@ class SimulatedEngine:
         self._prefixes: Counter[str] = Counter()
         """Running requests by shared prompt, which is prefilled only once."""
         self._decoded_per_request = 0.0
-        """Tokens that a request running since the engine's start would have."""
+        """Tokens decoded per running request since the engine was last empty; a request's own tokens are a difference of two values."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()

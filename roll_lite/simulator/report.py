@@ -42,7 +42,7 @@ def _cells(outcome: SimulatedRun) -> tuple[str, ...]:
 
 
 def advice(outcomes: Sequence[SimulatedRun]) -> str:
-    """Name the run with fewest engines, then least staleness, among those about as fast as the fastest."""
+    """Name the run with the fewest engines, then the least staleness, among runs about as fast as the fastest."""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),

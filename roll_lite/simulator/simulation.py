@@ -89,7 +89,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step's seconds: engine work at full capacity or trainer time."""
+        """Lower bound of a step's seconds: the larger of generation time with fully used engines and training time."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -332,7 +332,7 @@ class _Simulation:
             self.present -= 1
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Return the time of the planned or random failure (or hang, if `hangs`), whichever is first."""
+        """Return the time of an engine's first failure (with `hangs`: first hang), planned or random; None if there is none."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

@@ -23,7 +23,8 @@ PART_PREFIX = TokenRecord.given((0,))
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses: it delays each of their turns."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses. The wait delays each environment
+turn."""
 
 
 class _Ready(NamedTuple):

@@ -296,7 +296,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Advantage estimators by name in the configuration; their other settings are passed as keyword arguments."""
+"""Advantage estimators by their `name` in the configuration; settings beside `name` are passed as keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)

@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Samples of the whole global batch, even those that do not train; all tensors [N]."""
+    """Samples of the whole global batch, including samples that do not train; all tensors [N]."""
 
     rewards: torch.Tensor
     """float64: the reward after shaping, minus coef * the sample's KL."""

@@ -32,7 +32,7 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""Column with the old log-probs of the policy ratio; None: those of the training forward pass, detached."""
+"""Column with the old log-probs of the policy ratio. None: the log-probs of the training forward pass, detached."""
 
 
 @dataclass(eq=False)

@@ -136,7 +136,8 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Return token ids. Special tokens are only added to text without BOS; the chat template adds those of messages."""
+        """Return token ids. Special tokens are added only to plain text that does not start with BOS; for messages, the chat template
+        writes them."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

@@ -70,8 +70,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Data columns for whose values a validation is reported, by domain. Where `data.report_by` is null: those of REPORTED that all prompts
-    have, as texts or numbers, and with at most MOST_REPORTED values."""
+    """Return, by domain, the data columns for whose values a validation is reported: `data.report_by` or, if null, the columns of REPORTED
+    that all prompts have as texts or numbers, with at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)
@@ -243,7 +243,7 @@ class DumpSpec:
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
-    """Fetch blocks; None for those lost with their process."""
+    """Fetch blocks; None for blocks lost with their process."""
     try:
         return ray.get(list(references))
     except RayError:

@@ -36,7 +36,7 @@ class TokenRecord:
     log_probs: np.ndarray
     """[T] float32, under the sampling distribution; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """[T, K], by name in EXTRA_COLUMNS; a missing name means all -1."""
+    """Optional columns (EXTRA_COLUMNS) by name, [T, K]: K ids per token. A missing column means all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)

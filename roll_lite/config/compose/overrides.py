@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of `name` before others of its section: a later change of `name` would drop those."""
+    """Move overrides of a section's `name` before overrides of its other keys, which a later change of `name` would drop."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value

@@ -56,7 +56,7 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
 
 
 def _values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Count values; YAMLError if an alias contains itself."""
+    """Count a node's values with aliases written out; YAMLError if one contains itself. `known`: counts by node id, None while counting."""
     if id(node) not in known:
         known[id(node)] = None
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value

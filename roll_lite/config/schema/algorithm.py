@@ -194,8 +194,8 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
     """Source of old log-probs. recompute: an extra forward pass. current: the training pass, detached. rollout: the engine."""
     routing_replay: Literal["none", "train", "rollout"] = "none"
-    """Experts in the actor's updates. none: chosen anew. train: those of the pass for old log-probs. rollout: those that the engine chose,
-    in that pass too. The router still learns, as its probabilities weight the experts."""
+    """Expert choices in the actor's updates. none: chosen anew. train: the choices of the pass for old log-probs. rollout: the engine's
+    choices, also used in the pass for old log-probs. The router still learns, because its probabilities weight the experts."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1

@@ -66,8 +66,8 @@ class DataConfig(Section):
     epochs: PositiveInt | None = None
     """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of batches."""
     report_by: str | list[str] | None = None
-    """Column or columns of held-out prompts. Validation is also reported for each of their values (at most 50 of each). null: those of
-    level and subject that the prompts have; []: none."""
+    """Column or columns of held-out prompts; validation is also reported for each value in them (at most 50 per column). null: the columns
+    `level` and `subject`, if all prompts have them as texts or numbers; []: none."""
 
     @property
     def reported(self) -> list[str]:
@@ -281,7 +281,7 @@ class GroupFilterConfig(Section):
     tries: PositiveInt = 10
     """Maximum prompts tried for a batch, as a multiple of the domain's groups in it."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action if `tries` do not suffice. fail: end the run. continue: train the passing groups."""
+    """Action if `tries` run out before the batch is full. fail: end the run. continue: train the groups that passed."""
 
     @rule
     def _known(self) -> Mistakes:
@@ -319,8 +319,8 @@ class RolloutConfig(Section):
     """Overlap of generation and training. sync: none. one_step_off: the next batch is generated while one trains. async: engines always
     generate, up to max_staleness steps ahead."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
-    """Maximum steps between the weights that generate a sample and those it trains. Older samples are dropped and generated again. null: 0
-    for sync, else 1."""
+    """Maximum steps between the weights that generate a sample and the weights that it trains. Older samples are dropped and generated
+    again. null: 0 for sync, else 1."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
     """Treatment of running responses at a weight update. drain: wait for them. pause: they stay in their engine, which recomputes the KV
     cache. abort: any engine continues them. null: abort if engines offload, else drain for one_step_off, pause for sync and async."""

@@ -206,7 +206,7 @@ class OpenEnvEnvironmentConfig(AdapterSection):
 
 
 class VerifiersEnvironmentConfig(AdapterSection):
-    """Environment of verifiers, scored by its rubric."""
+    """Environment of the library `verifiers`, scored by the environment's rubric."""
 
     package = "verifiers"
     name: Literal["verifiers"]

@@ -126,7 +126,7 @@ class MegatronStrategyConfig(Section):
     """Implementation of layers: PyTorch, or NVIDIA's Transformer Engine with fused kernels. auto: transformer_engine if installed, with a
     GPU and without lora; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass, to save memory. selective: those of recompute_modules; full: whole layers."""
+    """Recompute activations in the backward pass, to save memory. selective: only in recompute_modules; full: in whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
     """Modules for `recompute: selective`. mlp: most of a layer's activations. moe: router and experts, with their communication. core_attn:
     attention. null: mlp, and moe with experts."""
@@ -313,8 +313,8 @@ class CriticRoleConfig(TrainRoleConfig):
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list, for devices / strategy.tensor_parallel replicas. A replica that needs more than
-    placement.devices_per_node takes equally many devices on several nodes."""
+    """Number of devices, or a list of them. Each replica takes strategy.tensor_parallel devices; if that exceeds
+    placement.devices_per_node, equally many on each of several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
@@ -360,7 +360,7 @@ class JudgeServerConfig(Section):
     path: ModelFolder
     """Model folder in Hugging Face format, or name on the hub."""
     devices: Devices = 1
-    """Number of devices, or a list, for devices / strategy.tensor_parallel servers."""
+    """Number of devices, or a list of them. Each server takes strategy.tensor_parallel devices."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """Engine settings. max_model_len defaults to the model's; engine_args takes any server argument."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

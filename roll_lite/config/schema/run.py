@@ -37,7 +37,7 @@ class RayConfig(Section):
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations, besides those before the first and after the last step; 0: only these."""
+    """Steps between validations. Validation also runs before the first and after the last step; 0: only then."""
     samples_per_prompt: PositiveInt = 1
     """Responses per held-out prompt; several give pass@k, best@k and maj@k for k = 2, 4, 8, ... and this number."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
@@ -140,8 +140,9 @@ class WeightSyncConfig(Section):
     bucket_mb: PositiveInt = 256
     """MB per transfer. Larger: fewer transfers, more memory."""
     verify: Literal["auto", "none", "sampled", "full"] = "auto"
-    """Checksum comparison of trainer's and engines' weights after each update; a difference ends the run. sampled: a sixteenth of the
-    tensors, all in sixteen updates. auto: sampled, or none if engines' weights cannot be read back (fp8, experts on GPUs)."""
+    """Compare checksums of the trainer's and engines' weights after each update; a difference ends the run. sampled: a different sixteenth
+    of the tensors each time, and all in an engine's first three updates. auto: sampled, or none if engines' weights cannot be compared
+    (fp8, models with experts on GPUs)."""
     timeout_s: PositiveFloat = 300.0
     """Seconds that trainer and engines wait for each other in a transfer."""
 
@@ -169,8 +170,8 @@ class LimitsConfig(Section):
     other: TimeLimit = 3600.0
     """Other calls, such as loading a role or resuming."""
     hang_factor: NonNegativeFloat = 10.0
-    """Multiple of a phase's longest time, and at least 300 s, after which it counts as hung, for sync_weights, log_probs, advantages and
-    train. 0: off."""
+    """sync_weights, log_probs, advantages and train count as hung if they take this many times their longest duration so far, but never
+    before 300 s. 0: no such limit."""
     silence: TimeLimit = 300.0
     """Time in which every process must answer, even if busy; else it counts as hung (stopped, or never releases the GIL)."""
     engine_silence: TimeLimit = 7.0

@@ -168,9 +168,9 @@ class ForwardStrategy(ABC):
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None.
 
-        Outputs: log_probs, entropy, distribution; with a value head values, final_value; with experts `experts` (chosen ids). Optional
-        batch columns, also in train_step: `temperature` divides logits, `kept_ids` restricts the softmax, `old_experts` or
-        `rollout_experts` are expert choices to replay."""
+        Outputs: log_probs, entropy, distribution. Models with a value head also have values and final_value; models with experts have
+        experts (chosen ids). Optional batch columns, also in train_step: `temperature` divides logits, `kept_ids` restricts the softmax,
+        `old_experts` or `rollout_experts` are expert choices to replay."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
@@ -215,8 +215,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan which tensors are sent to engines, equally on every rank: weights with adapters merged, or only adapters (lora.engines
-        "adapter")."""
+        """Plan which tensors are sent to engines; every rank returns the same plan. The tensors are weights with adapters merged, or only
+        adapters (lora.engines "adapter")."""
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:

@@ -129,8 +129,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class;
-    None: all). Empty if a file or class is missing."""
+    """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class
+    name or None for all classes). The set is empty if a file or class is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -291,7 +291,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys (key -> member that writes it) are in the store, whose own wait would not name the missing key."""
+        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: key -> number of the member
+        that writes it."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:

@@ -16,7 +16,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Build the function that plays an episode; ValueError if there is no such single-player game."""
+    """Build the function that plays an episode. ValueError if the game does not exist or cannot be played alone."""
     try:
         game = textarena.make(settings.id, **settings.args)
         game.reset(num_players=1)

@@ -72,7 +72,8 @@ class CodeReward(RewardType):
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6
-    """Tolerance for numbers that are not integers: relative error of return values; relative or absolute error of printed output."""
+    """Maximum error of decimal numbers. Return values: relative error. Printed output (compare: numeric or auto): relative or absolute,
+    whichever allows more; if the expected number is an integer, only absolute."""
     must_contain: tuple[str, ...] = ()
     """Texts that the program must contain."""
     forbid: tuple[str, ...] = ()

@@ -227,7 +227,7 @@ def shown(url: str) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """Message of an error's innermost cause: those of outer errors may contain the URL."""
+    """Return the message of an error's innermost cause, since messages of outer errors may contain the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

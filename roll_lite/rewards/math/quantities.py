@@ -56,8 +56,8 @@ KNOWN = {
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
-"""Units by name: (kind, such as length; size in the kind's base unit). Scales such as million have an empty kind; "^" (square, cubic) and
-"/" (per) modify the next unit."""
+"""Units by name: (kind, size in the kind's base unit); a kind is, for example, length. Scales such as million have an empty kind; "^"
+(square, cubic) and "/" (per) modify the next unit."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():

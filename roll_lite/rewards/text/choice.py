@@ -19,8 +19,8 @@ Extract = Literal["auto", "boxed", "tagged"]
 class ChoiceReward(RewardType):
     """Score 1 if the response chooses the right one of several lettered options, else 0; choosing several scores 0.
 
-    The reference answer is a letter (C), an option's text (Berlin), both (C. Berlin), a label in the column `options` or, if that column is
-    a list, the option's index from 0 (MMLU).
+    The reference answer may be a letter (C), an option's text (Berlin), both (C. Berlin) or, if the data has a column with the options, an
+    option's label there. If that column is a plain list, the option's index from 0 (MMLU) works too.
 
     ```yaml
     reward:

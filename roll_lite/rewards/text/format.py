@@ -44,7 +44,7 @@ class FormatReward(RewardType):
     answers_are_responses = False
 
     pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
-    """Regular expression to find in the response (`.` matches line breaks; anchor with ^ and $)."""
+    """Regular expression to find in the response. `.` matches line breaks; anchor with ^ and $."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
     r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else. think: one
     `<think>...</think>`, at the start. answer: one `<answer>...</answer>`. boxed: a `\boxed{}`."""

@@ -108,7 +108,8 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return, for each matrix fused in the module, its rows on this worker and the number of workers with the same rows (two lists)."""
+    """Return two lists with an entry per matrix fused in the module: its rows on this worker, and the number of workers that hold a copy of
+    these rows (more than 1 for replicated key and value heads)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

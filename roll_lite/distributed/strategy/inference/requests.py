@@ -80,8 +80,8 @@ def stop_overlap_tokens(request: GenerationRequest) -> int:
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. `layers`: all, or
-    only those with experts."""
+    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The input's layers
+    may be all layers of the model or only its expert layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

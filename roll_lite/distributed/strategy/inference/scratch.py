@@ -100,7 +100,7 @@ def _semaphores_of(path: str) -> str:
 
 
 def _call_semaphores(prefix: str) -> str:
-    """Set the prefix of semaphore names, also for children. Returns the old prefix."""
+    """Set the prefix of semaphore names in this process and its children. Return the old prefix."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["semprefix"] = config["semprefix"], prefix
     return str(before)

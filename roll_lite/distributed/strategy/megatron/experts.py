@@ -114,7 +114,7 @@ class ExpertRouter(TopKRouter):
 
     @property
     def _number(self) -> int:
-        """Index of this layer among those with experts."""
+        """Index of this layer among the layers with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 

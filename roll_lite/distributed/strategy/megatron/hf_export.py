@@ -110,7 +110,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
-        """Gather a bucket: full tensors by name on its owner, None elsewhere. Collective over the owner's tensor group."""
+        """Gather a bucket (collective over the owner's tensor group). Return full tensors by name on the owner, None elsewhere."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]

@@ -19,7 +19,7 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the process groups (collective), or reuse those of another model in this process, whose layout must be equal."""
+    """Create the process groups (collective), or reuse the groups of another model in this process, whose layout must be equal."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,

@@ -61,7 +61,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Count [2]: replayed choices, and those that differ from the router's own."""
+        """Return two counts: replayed choices, and replayed choices that differ from the router's own."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

@@ -53,7 +53,7 @@ class RankMemory:
     forward: int = 0
     """Peak in a pass without gradients, beyond the state."""
     inputs: int = 0
-    """Token ids, masks and columns of one micro-batch; a pass holds those of all its micro-batches."""
+    """Token ids, masks and columns of one micro-batch; a pass holds the inputs of all its micro-batches."""
     kv_cache: int = 0
 
 

@@ -72,7 +72,7 @@ SETTINGS = {
 }
 """Engine argument -> strategy key to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""(files, class; None: all) of SGLang's engine arguments."""
+"""(File pattern, class name or None for all classes) of SGLang's engine arguments."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
