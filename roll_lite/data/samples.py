@@ -147,6 +147,10 @@ class Completion:
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """Token ids that truncated sampling kept at each position, if requested."""
     cached_tokens: int = 0
+    drafted: int = 0
+    """Tokens that speculation drafted; 0 for aborted requests."""
+    accepted: int = 0
+    """Drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
     """int16 [tokens, expert layers * experts per token]: experts to which prompt and response tokens were routed. The last token was not
     processed and is missing."""
@@ -168,6 +172,8 @@ class Turn(NamedTuple):
     engine: int | None = None
     ids: bytes = b""
     """int32 token ids of the response, if requested."""
+    drafted: int = 0
+    accepted: int = 0
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:

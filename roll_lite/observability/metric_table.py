@@ -155,6 +155,8 @@ METRICS: dict[str, Metric] = {
         SUM, "tokens", "Prompt tokens of completed requests; in later turns of a sample they include the earlier turns."
     ),
     "rollout/cached_tokens": by_domain(SUM, "tokens", "Prompt tokens found in the engines' prefix caches, which updates clear."),
+    "rollout/drafted_tokens": by_domain(SUM, "tokens", "Tokens drafted by speculation (actor_infer.strategy.speculation)."),
+    "rollout/draft_acceptance": by_domain(MEAN, "share", "Drafted tokens that were accepted."),
     "rollout/response_tokens": by_domain(SUM, "tokens", "Tokens generated since the last batch, before filters."),
     "rollout/batch_tokens": by_domain(SUM, "tokens", "Response tokens of the accepted samples in the batch."),
     "rollout/response_length": by_domain(MEAN, "tokens", "Response length of a sample."),
@@ -357,7 +359,17 @@ def _explained_variance(return_mean: float, return_square: float, error_mean: fl
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 
 
+def _tokens_per_pass(drafted: float, acceptance: float, generated: float) -> float:
+    return generated / (generated - drafted * acceptance)
+
+
 DERIVED: dict[str, Derived] = {
+    "rollout/tokens_per_pass": Derived(
+        ("rollout/drafted_tokens", "rollout/draft_acceptance", "rollout/response_tokens"),
+        "tokens",
+        "Tokens that a response gains in a forward pass, with speculation; 1 if no draft is accepted.",
+        _tokens_per_pass,
+    ),
     "reward/std": Derived(("reward/mean", "reward/square"), "score", "Standard deviation of the scores.", _std),
     "credit/advantage_std": Derived(
         ("credit/advantage_mean", "credit/advantage_square"), "", "Standard deviation of the advantages over policy tokens.", _std

@@ -307,6 +307,8 @@ class SampleRunner:
         stats.generation_s += recorder.last_completion - sent
         stats.prompt_tokens += request.prompt_length
         stats.cached_tokens += turn.cached_tokens
+        stats.drafted += turn.drafted
+        stats.accepted_drafts += turn.accepted
         stats.response_tokens += turn.length - (0 if so_far is None else so_far.length)
         stats.finish_reasons[str(turn.finish_reason)] += 1
         return turn

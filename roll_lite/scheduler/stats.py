@@ -33,6 +33,8 @@ class DomainStats:
     retries: Annotated[Counter[str], "rollout/retries"] = field(default_factory=Counter)
     prompt_tokens: Annotated[int, "rollout/prompt_tokens"] = 0
     cached_tokens: Annotated[int, "rollout/cached_tokens"] = 0
+    drafted: Annotated[int, "rollout/drafted_tokens"] = 0
+    accepted_drafts: Annotated[int, "rollout/draft_acceptance", "drafted"] = 0
     response_tokens: Annotated[int, "rollout/response_tokens"] = 0
     batch_tokens: Annotated[int, "rollout/batch_tokens"] = 0
     generation_s: Annotated[float, "rollout/request_seconds", "requests"] = 0.0

@@ -193,4 +193,6 @@ class CompletionPump:
             tokens,
             self._engine,
             np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
+            completion.drafted,
+            completion.accepted,
         )

@@ -132,6 +132,8 @@ def test_engines_that_do_not_say_where_tokens_went(project: Project, monkeypatch
     (problem,) = project.problems_of(yaml)
     assert problem.path == "algorithm.routing_replay" and "vLLM on a CPU does not say which experts it used" in problem.message
     assert project.problems_of(yaml + "ray: {address: 'head:6379'}") == [], "there may be GPUs"
+    (problem,) = project.problems_of(yaml + "ray: {address: 'head:6379'}\nactor_infer: {strategy: {speculation: {}}}")
+    assert problem.path == "actor_infer.strategy.speculation" and "experts of drafted tokens" in problem.message
     make_tiny_model(project.folder / "mixed", "qwen3_moe", hidden=128, vocab_size=100, mlp_only_layers=[0])
     (problem,) = project.problems_of("model: {path: mixed, dtype: float32}\nactor_infer: {strategy: {name: sglang}}")
     assert problem.path == "actor_infer.strategy.name" and "takes every layer of the model for one with experts" in problem.message

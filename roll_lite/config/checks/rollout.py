@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
+from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, generates, group_size, replays_engines
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake, Problem
 from roll_lite.config.schema.base import Mistakes, readable
@@ -142,4 +142,18 @@ def _least_prompts(config: RunConfig) -> Mistakes:
         yield f"domains.{next(iter(least))}.min_prompts", message
 
 
-ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts, _environments)
+def _speculation(config: RunConfig) -> Mistakes:
+    path = "actor_infer.strategy.speculation"
+    if not generates(config) or config.actor_infer.strategy.speculation is None:
+        return
+    settings = {"validation.sampling": config.validation.sampling.min_p}
+    for name, domain in config.domains.items():
+        settings |= {f"domains.{name}.sampling": domain.sampling.min_p}
+        settings |= {f"domains.{name}.validation_sampling": domain.validation_sampling.min_p}
+    for place in [place for place, min_p in settings.items() if min_p]:
+        yield f"{place}.min_p", f"vLLM has no min_p in speculation; use 0, or {path}: null"
+    if replays_engines(config):
+        yield path, "experts of drafted tokens could not be tested; use null, or algorithm.routing_replay: train or none"
+
+
+ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts, _environments, _speculation)

@@ -149,6 +149,24 @@ class MegatronStrategyConfig(Section):
             yield "pipeline_layers", f"{ends}, can do without layers"
 
 
+class SpeculationConfig(Section):
+    """Speculative decoding without a draft model: one pass checks a draft of several tokens. Responses keep the model's distribution."""
+
+    name: Literal["ngram"] = "ngram"
+    """Source of drafts. ngram: the text that followed an earlier occurrence of the last tokens, in the prompt or response."""
+    tokens: Annotated[int, Field(ge=1, le=128)] = 4
+    """Maximum tokens of a draft."""
+    min_match: PositiveInt = 2
+    """Minimum tokens that must match an earlier occurrence."""
+    max_match: PositiveInt = 4
+    """Maximum tokens that are compared; the longest match is used."""
+
+    @rule
+    def _matches(self) -> Mistakes:
+        if self.min_match > self.max_match:
+            yield "min_match", f"is more than max_match ({self.max_match})"
+
+
 class EngineStrategyConfig(Section):
     """Settings shared by vLLM and SGLang."""
 
@@ -172,14 +190,18 @@ class EngineStrategyConfig(Section):
     quantization: Literal["none", "fp8"] = "none"
     """fp8 (GPUs only): half the weight memory, faster matrix products. The engines' policy then differs from the trainer's: use
     algorithm.mismatch_correction (docs/gpu.md)."""
+    speculation: SpeculationConfig | None = None
+    """Speculative decoding, for vLLM in actor_infer: faster if responses repeat text (docs/gpu.md). null: off."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM or SGLang."""
 
     @rule
     def _limits(self) -> Mistakes:
-        if self.max_batched_tokens < self.max_running_requests:
-            least = f"use at least max_running_requests ({self.max_running_requests})"
-            yield "max_batched_tokens", f"every running request takes at least one token of a pass; {least}"
+        """A pass has room for all running requests: drafts that were cut would make a response depend on other requests."""
+        tokens = 1 + (self.speculation.tokens if self.speculation else 0)
+        if self.max_batched_tokens < (least := self.max_running_requests * tokens):
+            needed = "at least one token" if tokens == 1 else f"up to {tokens} tokens (1 + speculation.tokens)"
+            yield "max_batched_tokens", f"every running request takes {needed} of a pass; use at least {least}"
 
 
 class VllmStrategyConfig(EngineStrategyConfig):
@@ -188,6 +210,12 @@ class VllmStrategyConfig(EngineStrategyConfig):
 
 class SglangStrategyConfig(EngineStrategyConfig):
     name: Literal["sglang"] = "sglang"
+
+    @rule
+    def _no_speculation(self) -> Mistakes:
+        if self.speculation is not None:
+            message = "SGLang's ignores min_p, leaves top_p and top_k out of log-probs and samples greedily on CPUs"
+            yield "speculation", f"{message}; use null, or vllm"
 
 
 class HfStrategyConfig(Section):
@@ -371,3 +399,8 @@ class JudgeServerConfig(Section):
     """Seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
     """Maximum restarts of each server; then the run fails."""
+
+    @rule
+    def _no_speculation(self) -> Mistakes:
+        if self.strategy.speculation is not None:
+            yield "strategy.speculation", "is for actor_infer; give a judge engine_args: {speculative_config: {...}}"

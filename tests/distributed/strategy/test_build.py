@@ -39,12 +39,21 @@ def test_each_engine_has_its_own(engine: str, argument: str) -> None:
         load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
 
 
-@pytest.mark.parametrize(("engine", "argument"), [("vllm", "quantization"), ("vllm", "quantization_config"), ("sglang", "modelopt_quant")])
-def test_nothing_goes_round_the_checks_of_quantized_rollouts(engine: str, argument: str) -> None:
+CHECKED = [
+    ("vllm", "quantization", "quantization"),
+    ("vllm", "quantization_config", "quantization"),
+    ("sglang", "modelopt_quant", "quantization"),
+    ("vllm", "speculative_config", "speculation"),
+    ("vllm", "spec_tokens", "speculation"),
+]
+
+
+@pytest.mark.parametrize(("engine", "argument", "key"), CHECKED)
+def test_nothing_goes_round_the_checks_of_quantization_and_speculation(engine: str, argument: str, key: str) -> None:
     overrides = [f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={{{argument}: fp8}}"]
-    with pytest.raises(ConfigError, match=rf"engine_args\.{argument} = .*write it as actor_infer\.strategy\.quantization"):
+    with pytest.raises(ConfigError, match=rf"engine_args\.{argument} = .*write it as actor_infer\.strategy\.{key}"):
         load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
-    judge = "judges={main: {path: examples/models/tiny, strategy: {engine_args: {quantization: bitsandbytes}}}}"
+    judge = "judges={main: {path: examples/models/tiny, strategy: {engine_args: {quantization: bitsandbytes, speculative_config: {}}}}}"
     with pytest.raises(ConfigError) as failure:  # nobody asks it
         load_config("tiny_grpo", CONFIGS, [judge], further=[engine_arguments_fit])
     assert not any("engine_args" in problem.path for problem in failure.value.problems), "a judge's weights stay"

@@ -123,6 +123,15 @@ def test_weights_are_quantised_by_the_name_that_vllm_has_for_it(monkeypatch: pyt
         arguments(True, quantization="fp8")
 
 
+def test_speculation_by_the_names_that_vllm_has_for_it() -> None:
+    config = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "config/speculative.py"  # type: ignore[union-attr, arg-type]
+    for cuda in (False, True):
+        asked = arguments(cuda, speculation={"tokens": 6, "min_match": 3, "max_match": 5})["speculative_config"]
+        assert list(asked.values()) == ["ngram_gpu" if cuda else "ngram", 6, 3, 5]
+        assert all(f"    {name}: " in config.read_text(encoding="utf-8") for name in asked)
+    assert "speculative_config" not in arguments(True)
+
+
 def notes(cuda: bool, max_model_len: int, **options: Any) -> list[str]:
     return settings.notes(VllmStrategyConfig(**options), max_model_len, cuda, settings.Environment({}))
 

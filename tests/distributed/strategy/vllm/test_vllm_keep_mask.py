@@ -22,7 +22,7 @@ def test_all_tokens_that_tie_with_the_last_are_kept() -> None:
         token_ids=[token for position in positions for token, _ in position],
         logprobs=[log_prob for position in positions for _, log_prob in position],
     )
-    response = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=None)
+    response = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=None, spec_decode_metrics=None)
     output: Any = SimpleNamespace(request_id="r", outputs=[response], num_cached_tokens=0, prompt_token_ids=[1])
     asked = GenerationRequest("r", (1,), Sampling(temperature=1.0, max_tokens=2))
     found = requests.completion(asked, output, SimpleNamespace(decode=lambda *_, **__: ""), 0, alternatives=5)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
@@ -83,6 +84,7 @@ def completion(
     log_probs = tuple(response.logprobs.logprobs[start] for start in response.logprobs.start_indices) if tokens else ()
     assert len(log_probs) == len(tokens), f"{output.request_id}: {len(tokens)} tokens, {len(log_probs)} log-probs"
     spans = tuple(VersionSpan(span.start, int(span.version)) for span in response.weight_versions or ())
+    drafts = response.spec_decode_metrics
     return Completion(
         request_id=output.request_id,
         token_ids=tokens,
@@ -93,8 +95,15 @@ def completion(
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
         # A recomputed request also counts its own response tokens as cached.
         cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
+        drafted=drafts.num_draft_tokens if drafts is not None else 0,
+        accepted=_accepted(drafts.histogram, len(tokens)) if drafts is not None else 0,
         experts=None if experts is None or response.routed_experts is None else chosen_experts(response.routed_experts, experts),
     )
+
+
+def _accepted(steps: Sequence[int], length: int) -> int:
+    """Number of accepted tokens. `steps`: steps by tokens accepted, of which the last may have gone past the end of the response."""
+    return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:

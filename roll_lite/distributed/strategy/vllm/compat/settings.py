@@ -157,6 +157,14 @@ def engine_arguments(
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
         arguments["kv_cache_memory_bytes"] = megabytes << 20
+    if (drafts := strategy.speculation) is not None:
+        arguments["per_request_spec_decode_metrics"] = "summary"
+        arguments["speculative_config"] = {
+            "method": "ngram_gpu" if cuda else "ngram",  # vLLM schedules asynchronously only with the first
+            "num_speculative_tokens": drafts.tokens,
+            "prompt_lookup_min": drafts.min_match,
+            "prompt_lookup_max": drafts.max_match,
+        }
     return arguments | strategy.engine_args
 
 

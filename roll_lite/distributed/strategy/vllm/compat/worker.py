@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.sample import rejection_sampler
 
 from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.strategy.inference.adapters import IncomingAdapters, held_adapters
@@ -165,6 +166,17 @@ def _experts_without_adapters() -> None:
     unquantized_fused_moe_method.select_unquantized_moe_backend = without
 
 
+def _check_drafts_correctly() -> None:
+    """Repair vLLM's speculation on CPUs: temperature and top_p get lost in an integer copy, top_k fails in steps without drafts."""
+    truncate = rejection_sampler.apply_top_k_top_p
+
+    def expand(settings: torch.Tensor, ends: torch.Tensor, _: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
+        return settings.masked_fill(settings == replace_from, replace_to).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_top_k_top_p = lambda logits, k, p: truncate(logits, k, p) if len(logits) else logits
+
+
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
     """Pack a tied LM head again; vLLM's reload skips it."""
     for module in model.modules():
@@ -218,5 +230,6 @@ def _die_without_host(parent: psutil.Process | None) -> None:
 if not torch.cuda.is_available():
     _experts_of_this_worker_alone()
     _experts_without_adapters()
+    _check_drafts_correctly()
     multiply_plainly()
 when_host_is_gone(partial(_die_without_host, psutil.Process().parent()))
