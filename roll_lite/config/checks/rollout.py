@@ -154,6 +154,8 @@ def _speculation(config: RunConfig) -> Mistakes:
         yield f"{place}.min_p", f"vLLM has no min_p in speculation; use 0, or {path}: null"
     if replays_engines(config):
         yield path, "experts of drafted tokens could not be tested; use null, or algorithm.routing_replay: train or none"
+    if config.actor_train.lora is not None and config.actor_train.lora.engines == "adapter":
+        yield path, "engines with adapters could not be tested; use null, or actor_train.lora.engines: merged"
 
 
 ROLLOUT_CHECKS = (_turns, _early_passes, _group_filter, _least_prompts, _environments, _speculation)
