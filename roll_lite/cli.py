@@ -175,14 +175,16 @@ def _tables(config: RunConfig) -> str:
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
     """Overrides of the run, or of a sweep over models, that `roll-lite evaluate` stands for."""
-    models = [text for text in given if isinstance(parse_override(text), Problem) and not text.startswith(("+", "~"))]
+    keys = [text.partition("=") for text in given]
+    models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
+    models = [text for text in models if not text.startswith(("+", "~"))]
     overrides = [text for text in given if text not in models]
     parsed.command, parsed.multirun = "run", len(models) > 1
     domains: dict[str, Any] = {}
     for text in parsed.data:
         is_preset = "/" not in text and not Path(text).suffix
         stem = Path(text.partition("?")[0])  # hf:/owner/name, or a file
-        name = text if is_preset else re.sub(r"[^\w-]", "_", stem.parts[2] if stem.parts[0] == "hf:" else stem.stem)
+        name = text if is_preset else re.sub(r"[^\w-]", "_", (stem.parts[2:] or stem.parts)[0] if stem.parts[0] == "hf:" else stem.stem)
         domains[f"{name}_{len(domains)}" if name in domains else name] = {"data": {"preset" if is_preset else "validation": text}}
     chosen = ["~domains", f"domains={json.dumps(domains)}"] if domains else []
     return ["mode=evaluate", *([f"model.path={','.join(models)}"] if models else []), *chosen, *overrides]

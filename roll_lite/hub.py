@@ -278,7 +278,7 @@ def chosen(names: Sequence[str], rest: str) -> list[str]:
     for file in files:
         folders = [one for one in file.parts[:-1] if one != "data" and one not in _SPLIT_OF]
         configurations.setdefault("/".join(folders) or "default", []).append(file)
-    found = configurations.get(wanted or "default", [])
+    found = configurations.get(wanted or "default") or ([] if wanted else configurations.get("main", []))
     if not wanted and len(configurations) == 1:
         found = files
     if not found:

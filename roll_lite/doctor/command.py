@@ -48,11 +48,12 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
             yield Diagnosis("ray", alone(reach_ray, asked.address))
     except (RuntimeError, OSError, ValueError) as error:
         yield Diagnosis("ray", first_line(error), RAY)
+    address = asked.address or ("auto" if asked.nodes else None)
     for name in [one.check for one in check_engines() if not one.remedy and one.value != ABSENT]:
         if asked.engines:
-            yield run_tiny("start of", name, asked.address, "steps=1", "mode=rollout_only")
+            yield run_tiny("start of", name, address, "steps=1", "mode=rollout_only")
         if asked.smoke:
-            yield run_tiny("smoke", name, asked.address, "steps=2")
+            yield run_tiny("smoke", name, address, "steps=2")
 
 
 def reach_ray(address: str | None) -> str:
@@ -76,7 +77,9 @@ def run_tiny(why: str, engine: str, address: str | None, *settings: str) -> Diag
         f"run_dir={folder}",
         f"ray.address={address or 'null'}",
         f"actor_infer.strategy={engine}",
+        "limits.start=900",
     ]
+    sys.stderr.write(f"{check}: running, which takes a minute or two\n")
     with (folder / "output.txt").open("w") as output:
         command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", "tiny_grpo", *given, *settings]
         code = run_forwarding_signals(command, stdout=output, stderr=output)

@@ -72,10 +72,10 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result(SECONDS)
     except TimeoutError:
         for process in pool._processes.values():
-            process.terminate()
+            process.kill()
         raise RuntimeError(f"no answer within {SECONDS:g} s") from None
     finally:
-        pool.shutdown()
+        pool.shutdown(wait=False)
 
 
 def check_versions() -> Iterator[Diagnosis]:
@@ -99,7 +99,7 @@ def check_engines() -> Iterator[Diagnosis]:
         except NotInstalled:
             absent.append(name)
         except RuntimeError as error:
-            yield Diagnosis(name, str(error), f"{INSTALL} 'roll_lite[{name}]'")
+            yield Diagnosis(name, str(error), "install the version of requirements/ (docs/environment.md)")
     for name in absent:
         yield Diagnosis(name, ABSENT, NO_ENGINE if len(absent) == len(ENGINES) else "")
 

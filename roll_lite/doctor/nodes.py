@@ -20,6 +20,7 @@ from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.worker import Worker
 from roll_lite.doctor.machine import Diagnosis, check_machine
+from roll_lite.files import first_line
 from roll_lite.pipeline.node_facts import differences, look_at, table, warnings
 
 BYTES, REPEATS = 32 << 20, 4
@@ -39,24 +40,24 @@ class NodeWorker(Worker):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from workers that reserve none
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
-    def measure(self, device: str, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Measure an all-reduce in each group of ranks, one after the other (collective). Returns bytes per second that each member sends,
-        and 0 for groups without this process."""
+    def measure(self, device: str, ranks: Sequence[int]) -> float:
+        """Measure an all-reduce among some ranks (collective over all). Returns bytes per second that each of them sends; 0 on other
+        ranks."""
         import torch
         import torch.distributed as dist
 
         if not dist.is_initialized():
             self.init_process_group()
-        data, speeds = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
-        for ranks in groups:
-            group, best = dist.new_group(list(ranks)), float("inf")
-            for _ in range(REPEATS) if self.rank in ranks else ():
-                started = time.perf_counter()
-                dist.all_reduce(data, group=group)
-                data[0].item()  # waits for a GPU
-                best = min(best, time.perf_counter() - started)
-            speeds.append(2 * BYTES * (1 - 1 / len(ranks)) / best)
-        return speeds
+        group = dist.new_group(list(ranks))
+        if self.rank not in ranks:
+            return 0.0
+        data, best = torch.zeros(BYTES, dtype=torch.uint8, device=device), float("inf")
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            dist.all_reduce(data, group=group)
+            data[0].item()  # waits for a GPU
+            best = min(best, time.perf_counter() - started)
+        return 2 * BYTES * (1 - 1 / len(ranks)) / best
 
 
 def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
@@ -73,15 +74,24 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
         cells = {name: {one.node: one.value.partition(",")[0] for one in found if one.check == name} for name in COLUMNS}
         yield Diagnosis("nodes", table(facts, cells))
         yield from found
-        for problem in differences(facts, defaultdict(set)):
+        with_gpus = [rank for rank, node in enumerate(alive) if node["Resources"].get("GPU")]
+        with_engines = {names[alive[rank]["NodeID"]]: {"actor_infer"} for rank in with_gpus or range(len(alive))}
+        for problem in differences(facts, defaultdict(set, with_engines)):
             yield Diagnosis("nodes", problem, "until then a run over these nodes ends at its start")
         for warning in warnings(facts):
             yield Diagnosis("nodes", warning, "have a time server keep the clocks; remove files", "warning")
-        with_gpus = [rank for rank, node in enumerate(alive) if node["Resources"].get("GPU")]
         for device, backend, ranks in ("cpu", "gloo", range(len(alive))), ("cuda", "NCCL", with_gpus):
-            if len(ranks) > 1:
-                speeds = cluster.all(NodeWorker.measure, device, [*pairwise(ranks), tuple(ranks)])
-                yield from judge_links(backend, [list(facts)[rank] for rank in ranks], [max(own) for own in zip(*speeds, strict=True)])
+            places = [names[alive[rank]["NodeID"]] for rank in ranks]
+            speeds: list[float] = []
+            for group in [*pairwise(ranks), tuple(ranks)] if len(ranks) > 1 else ():
+                try:
+                    speeds.append(max(cluster.all(NodeWorker.measure, device, group)))
+                except RuntimeError as error:  # also after CALL_SECONDS
+                    between = " to ".join(names[alive[rank]["NodeID"]] for rank in group)
+                    yield Diagnosis(backend, f"{between}: {first_line(error)}", LINK)
+                    return
+            if speeds:
+                yield from judge_links(backend, places, speeds)
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:

@@ -29,6 +29,9 @@ class Span:
     role: str = ""
     rank: int | None = None
 
+    def holds(self, moment: float) -> bool:
+        return self.start <= moment <= self.start + self.seconds
+
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -136,30 +136,48 @@ class Trackers(Tracker):
     def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
         self._tell = tell
+        self._without: set[tuple[Tracker, str]] = set()
+        """Kinds of data that a tracker does not get, because it failed with them."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:
-        self._each(lambda tracker: tracker.spans(step, spans))
+        self._each(lambda tracker: tracker.spans(step, spans), extra="spans")
 
-    def show_samples(self, step: int, kind: str, file: Path) -> None:
+    def show_samples(self, step: int, kind: str, file: Path, domains: Sequence[str]) -> None:
         """Log samples of a file in samples/."""
-        self._each(lambda tracker: tracker.samples(step, kind, some_samples(file, tracker.samples_per_domain)))
+        most = max((one.samples_per_domain for one in self._trackers if type(one).samples is not Tracker.samples), default=0)
+        found = some_samples(file, domains, most) if most else {}
+
+        def show(tracker: Tracker) -> None:
+            if records := [record for own in found.values() for record in own[: tracker.samples_per_domain]]:
+                tracker.samples(step, kind, records)
+
+        self._each(show, extra="samples")
 
     def picture(self, file: Path) -> None:
-        self._each(lambda tracker: tracker.picture(file))
+        self._each(lambda tracker: tracker.picture(file), extra="picture")
 
     def close(self, exit_state: str = "completed") -> None:
         self._each(lambda tracker: tracker.close(exit_state))
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
+        """Call all trackers. A failure drops the tracker or, with `extra`, only this kind of data."""
         for tracker in list(self._trackers):
+            if (tracker, extra) in self._without:
+                continue
             try:
                 call(tracker)
             except Exception as error:  # a process edge: a service or a user's code may fail in any way; the failure is reported
-                self._trackers.remove(tracker)
-                self._tell(f"{type(tracker).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
+                failed = f"{type(tracker).__name__} failed and gets {f'no {extra}' if extra else 'nothing more'}"
+                self._tell(f"{failed}: {type(error).__name__}: {error}")
+                if extra:
+                    self._without.add((tracker, extra))
+                else:
+                    self._trackers.remove(tracker)
+                    with suppress(Exception):  # the failure that counts is reported
+                        tracker.close(f"failed: {error}")
 
 
 # ---------------------------------------------------------------- services
@@ -171,6 +189,8 @@ STEP = "step"
 MLFLOW_BATCH = 100
 """Maximum parameters per MLflow call; metrics: ten times as many."""
 MLFLOW_LONGEST = 500
+OTEL_QUEUE = 1 << 16
+"""Maximum spans that wait to be sent; further ones are dropped."""
 
 
 class WandbTracker(Tracker):
@@ -226,9 +246,12 @@ class MlflowTracker(Tracker):
         from mlflow.tracking import MlflowClient
 
         self._metric = Metric
+        self._again = ""
+        """Suffix of files in a resumed run, which repeats steps; MLflow would append to the earlier file."""
         self._client = MlflowClient(tracking_uri)
         if run.id is not None:
             self.run_id = run.id
+            self._again = f"_{uuid4().hex[:4]}"
             self._client.update_run(run.id, status="RUNNING")
         else:
             name = experiment_name or run.experiment
@@ -248,7 +271,7 @@ class MlflowTracker(Tracker):
 
     def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
         columns = {column: [record.get(column) for record in records] for column in SAMPLE_COLUMNS}
-        self._client.log_table(self.run_id, columns, f"samples/{kind}_{step:06d}.json")
+        self._client.log_table(self.run_id, columns, f"samples/{kind}_{step:06d}{self._again}.json")
 
     def picture(self, file: Path) -> None:
         self._client.log_artifact(self.run_id, str(file))
@@ -308,9 +331,9 @@ class PrometheusTracker(Tracker):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for metric, value in {STEP: step, **metrics}.items():
-            of_domain = re.fullmatch("domain/(.+?)/(.+)", metric)
+            of_domain = re.fullmatch("domain/(.+)/(validation/[^/]+)", metric) or re.fullmatch("domain/(.+?)/(.+)", metric)
             domain, metric = of_domain.groups() if of_domain else ("", metric)
-            name = "roll_lite_" + re.sub(r"\W", "_", metric)
+            name = "roll_lite_" + re.sub("[^a-zA-Z0-9_]", "_", metric)
             if name not in self._gauges:
                 self._gauges[name] = self._gauge(name, METRICS[metric].description if metric in METRICS else metric)
             self._gauges[name].labels(self._experiment, domain).set(value)
@@ -332,7 +355,7 @@ class OpenTelemetryTracker(Tracker):
 
         facts = {"service.name": "roll_lite", "experiment": run.experiment, "run": run.folder.name}
         self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(**args)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(**args), max_queue_size=OTEL_QUEUE))
         self._tracer = self._provider.get_tracer("roll_lite")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -358,17 +381,19 @@ class OpenTelemetryTracker(Tracker):
         self._provider.shutdown()
 
 
-def some_samples(file: Path, per_domain: int) -> list[dict[str, Any]]:
+def some_samples(file: Path, domains: Sequence[str], per_domain: int) -> dict[str, list[dict[str, Any]]]:
     """Return the first samples of each domain in a file of samples/, with SAMPLE_COLUMNS; empty if the file is missing."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in domains}
     with suppress(OSError), file.open(encoding="utf-8") as lines:
-        for line in lines if per_domain else ():
+        for line in lines:
             record = json.loads(line)
             own = found.setdefault(record["domain"], [])
             if len(own) < per_domain:
                 values = {column: record.get(column) for column in SAMPLE_COLUMNS}
                 own.append({name: value[:LONGEST_TEXT] if isinstance(value, str) else value for name, value in values.items()})
-    return [record for own in found.values() for record in own]
+            elif all(len(one) == per_domain for one in found.values()):
+                break
+    return found
 
 
 def as_markdown(record: Mapping[str, Any]) -> str:

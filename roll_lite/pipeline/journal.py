@@ -143,15 +143,18 @@ class Journal:
             self.console.message(warning, style="yellow")
         self._trackers.spans(number, [*self.timers.last.spans, *self._rank_spans()])
         if number % SHOWN_EVERY == 0:
-            self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl")
+            self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        around = {span.name.rpartition("/")[2]: span.name for span in self.timers.last.spans}
+        """Yield the ranks' spans of this step, each within the driver's phase of its name if that was running, else within the step."""
+        step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
                 for phase, work in phases.items():
                     for start, seconds in work.runs:
-                        yield Span(f"{role}[{rank}] {phase}", start, seconds, around.get(phase, STEP), role, rank)
+                        around = (span.name for span in own if span.name.rpartition("/")[2] == phase and span.holds(start))
+                        if step.holds(start):
+                            yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
 
     def synced(self, transfer: Pushed | None) -> None:
         if transfer is not None:
@@ -503,14 +506,15 @@ class Journal:
             self._evaluation = write_evaluation(self.folder, self._config.model.path, metrics)
         else:
             self.console.validation(step, metrics)
-        self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl")
+        self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl", self._domains)
 
     def close(self, exit_state: str) -> None:
         """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
-        self._trackers.picture(self.folder / CURVES_FILE)
+        if (curves := self.folder / CURVES_FILE).exists():  # not before the first metrics
+            self._trackers.picture(curves)
         try:
             from roll_lite.observability.view.report import write_report  # DuckDB and pyarrow, which only this needs
 

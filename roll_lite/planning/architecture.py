@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from roll_lite.config.problems import LEFT_OUT
 from roll_lite.hub import config_notation
 from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
 
@@ -58,13 +59,13 @@ class Architecture:
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
     """Find the model: folder or name `named` (--model), else the folder `path`; else the public model whose name begins the name of the
-    path or configuration."""
+    path or, if no path is set, of the configuration."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     meant = named or config_notation(path).partition("?")[0]
-    for name in [PurePath(meant).name, *([] if named is not None else [configuration])]:
+    for name in [PurePath(meant).name, *([configuration] if named is None and str(path) == LEFT_OUT else [])]:
         found = [one for one in table if _letters(name).startswith(_letters(one.partition("/")[2]))]
         if found:
             return of_config(max(found, key=len), table[max(found, key=len)])

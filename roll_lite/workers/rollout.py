@@ -352,6 +352,8 @@ class RolloutWorker(AsyncWorker):
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._spec.domains)
         await self._write(self._samples_file("validation", step, result.groups, columns))
+        if self._writing is not None:
+            await self._writing  # trackers read the file next
         temperatures = {name: one.temperature for name, one in sampling.items()}
         return held_out_rows(accepted(result.groups), temperatures, columns), result.stats
 

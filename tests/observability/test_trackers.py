@@ -3,7 +3,7 @@ import math
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,8 @@ def test_tensorboard_shows_samples_and_the_picture(tmp_path: Path, samples_file:
     from tensorboard.backend.event_processing.event_accumulator import TENSORS, EventAccumulator
 
     trackers = Trackers(build_trackers([TrackerConfig(name="tensorboard", samples=2)], TrackedRun(tmp_path)))
-    trackers.show_samples(10, "step", samples_file)
-    trackers.show_samples(20, "step", samples_file.with_name("missing.jsonl"))
+    trackers.show_samples(10, "step", samples_file, ["add", "sub"])
+    trackers.show_samples(20, "step", samples_file.with_name("missing.jsonl"), ["add", "sub"])
     plt.imsave(tmp_path / "curves.png", [[0.0, 0.5], [1.0, 0.25]])
     trackers.picture(tmp_path / "curves.png")
     trackers.close()
@@ -199,6 +199,28 @@ def test_a_tracker_that_fails_on_the_way_is_told_once_and_costs_no_more(own: Pat
     trackers.close()
     assert told == ["Notes failed and gets nothing more: OSError: the wall is full"]
     assert list(history.records) == [1, 2]
+    assert (own / "first/notes.txt").read_text().splitlines()[-1] == "failed: the wall is full", "it is closed when it is dropped"
+
+
+def test_a_tracker_that_fails_with_samples_still_gets_metrics(own: Path, samples_file: Path) -> None:
+    """Trackers that show no samples get none, and no tracker gets an empty list."""
+    told: list[str] = []
+    (tracker, silent) = build_trackers([notes(), TrackerConfig(name="jsonl")], TrackedRun(own / "first"))
+    got: list[int] = []
+
+    def fail(step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:
+        got.append(len(records))
+        raise OSError("too long")
+
+    type(tracker).samples = fail  # type: ignore[method-assign,assignment]
+    tracker.samples = fail  # type: ignore[method-assign]
+    trackers = Trackers([tracker, silent], told.append)
+    trackers.show_samples(10, "step", samples_file.with_name("missing.jsonl"), ["add", "sub"])
+    for step in (20, 30):
+        trackers.show_samples(step, "step", samples_file, ["add", "sub"])
+        trackers.log(step, {"x": 1.0})
+    assert (told, got) == (["Notes failed and gets no samples: OSError: too long"], [6])
+    assert (own / "first/notes.txt").read_text().count("{'x': 1.0}") == 2
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ def test_mlflow(tmp_path: Path) -> None:
     history = client.get_metric_history(first.run_id, "reward/mean")
     assert sorted((point.step, point.value) for point in history) == [(1, 0.25), (2, 0.5), (2, 0.5), (3, 0.75)]
     assert {file.path for file in client.list_artifacts(first.run_id)} == {"samples", "curves.png"}
+    assert len(client.list_artifacts(first.run_id, "samples")) == 2, "the second run repeats no file"
     (table,) = [client.download_artifacts(first.run_id, "samples/validation_000002.json", str(tmp_path))]
     assert json.loads(Path(table).read_text())["data"] == [["add", "1 + 1", "a-response", "2", 1, True, "accepted"]]
     assert "critic/explained_variance" not in run.data.metrics and run.data.metrics["domain/add/reward/mean"] == 1.0

@@ -138,8 +138,8 @@ def test_reward_workers_are_known_and_killed_though_the_service_starts_them(ray_
     before = {place.pid for _, _, place in module.member_places()}
     workers = [ray.remote(RewardWorker).options(num_cpus=0).remote() for _ in range(2)]
     places = [ray.get(worker.place.remote()) for worker in workers]
-    found = [(role, place) for role, _, place in module.member_places() if place.pid not in before]
-    assert found == [("rewards", place) for place in places]
+    found = {(role, place.address, place.pid) for role, _, place in module.member_places() if place.pid not in before}
+    assert found == {("rewards", place.address, place.pid) for place in places}
     said: list[str] = []
     chaos = Chaos(ChaosConfig(every_s=1e-3, targets=["rewards"], most=1 + len(before)), said.append)
     deadline = time.monotonic() + 30

@@ -121,22 +121,23 @@ def test_speed_is_that_of_the_slowest_rank(journal: Journal, tmp_path: Path) -> 
     assert not [name for name in record if "mfu" in name or "allocated" in name]
 
 
-def test_trackers_get_spans_and_some_samples(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each step the driver's phases, and within them those of ranks; samples of every tenth step and of validations."""
+def test_trackers_get_spans_and_some_samples(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each step the driver's phases and within them those of ranks, not those before the step. Samples of every tenth step."""
     spans: list[Span] = []
     files: list[Path] = []
     monkeypatch.setattr(journal._trackers, "spans", lambda step, got: spans.extend(got))
-    monkeypatch.setattr(journal._trackers, "show_samples", lambda step, kind, file: files.append(file))
-    with journal.step(9), journal.timers.phase("learn"), journal.timers.phase("train"):
-        journal.worked({"critic": [{"train": PhaseWork(None, 2.0, [(100.0, 0.5), (101.0, 1.5)])}]})
+    monkeypatch.setattr(journal._trackers, "show_samples", lambda step, kind, file, domains: files.append(file))
+    with journal.step(9), journal.timers.phase("learn"):
+        outside = time.time()
+        time.sleep(0.002)
+        with journal.timers.phase("train"):
+            now = time.time()
+            journal.worked({"critic": [{"train": PhaseWork(None, 2.0, [(outside - 9, 0.5), (outside, 0.5), (now, 1.5)])}]})
     assert [(span.name, span.parent) for span in spans] == [
         *(("step", ""), ("learn", "step"), ("learn/train", "learn")),
-        *[("critic[0] train", "learn/train")] * 2,
+        *(("critic[0] train", "step"), ("critic[0] train", "learn/train")),
     ]
-    assert [(span.start, span.seconds, span.role, span.rank) for span in spans[3:]] == [
-        (100.0, 0.5, "critic", 0),
-        (101.0, 1.5, "critic", 0),
-    ]
+    assert [(span.start, span.seconds, span.role, span.rank) for span in spans[4:]] == [(now, 1.5, "critic", 0)]
     assert spans[0].start <= spans[1].start <= time.time() and files == []
     with journal.step(10):
         pass

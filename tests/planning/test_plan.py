@@ -205,6 +205,8 @@ def test_phases_of_a_step() -> None:
 
 def test_models_are_found_by_name(tmp_path: Path) -> None:
     assert find(Path("/models/Qwen2.5-7B-Instruct"), "mine", None).name == "Qwen/Qwen2.5-7B"
+    with pytest.raises(ValueError, match="no config.json there"):
+        find(Path("/models/Qwen2.5-14B"), "qwen2.5_7b_grpo", None)
     assert find(Path("???"), "llama3.1_8b_ppo", None).name == "meta-llama/Llama-3.1-8B"
     assert find(Path("???"), "mine", "Qwen3-30B-A3B").name == "Qwen/Qwen3-30B-A3B"
     (tmp_path / "config.json").write_text(json.dumps(SMALL))

@@ -38,7 +38,6 @@ LOCAL = ("jsonl", "tensorboard")
 SERVICES = {name: name for name in ("wandb", "mlflow", "swanlab")}
 SERVICES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
 """Trackers by name, with the module that each needs."""
-"""Trackers that need the package of the same name."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]

@@ -4,7 +4,15 @@ import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, generates, group_size, replays_engines
+from roll_lite.config.arithmetic import (
+    TRAINING_ROLES,
+    actor_is_reference,
+    device_numbers,
+    generates,
+    group_size,
+    replays_engines,
+    validates,
+)
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Mistake, Problem
 from roll_lite.config.schema.base import Mistakes, readable
@@ -146,10 +154,10 @@ def _speculation(config: RunConfig) -> Mistakes:
     path = "actor_infer.strategy.speculation"
     if not generates(config) or config.actor_infer.strategy.speculation is None:
         return
-    settings = {"validation.sampling": config.validation.sampling.min_p}
+    settings = {"validation.sampling": config.validation.sampling.min_p} if validates(config) else {}
     for name, domain in config.domains.items():
         settings |= {f"domains.{name}.sampling": domain.sampling.min_p}
-        settings |= {f"domains.{name}.validation_sampling": domain.validation_sampling.min_p}
+        settings |= {f"domains.{name}.validation_sampling": domain.validation_sampling.min_p} if validates(config) else {}
     for place in [place for place, min_p in settings.items() if min_p]:
         yield f"{place}.min_p", f"vLLM has no min_p in speculation; use 0, or {path}: null"
     if replays_engines(config):

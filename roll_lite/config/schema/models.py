@@ -158,7 +158,7 @@ class SpeculationConfig(Section):
     """Maximum tokens of a draft."""
     min_match: PositiveInt = 2
     """Minimum tokens that must match an earlier occurrence."""
-    max_match: PositiveInt = 4
+    max_match: Annotated[int, Field(ge=1, le=16)] = 4
     """Maximum tokens that are compared; the longest match is used."""
 
     @rule

@@ -7,6 +7,7 @@ import hashlib
 import mmap
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ class ExportedSegment(GpuSegment):
 def without_expandable_segments() -> Iterator[None]:
     """Allocate GPU memory that CUDA IPC can export; expandable segments would need the permission to read another process's files."""
     settings = torch._C._accelerator_getAllocatorSettings()
-    fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
+    fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
     if fixed == settings:
         yield
         return

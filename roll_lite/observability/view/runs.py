@@ -122,7 +122,7 @@ class Run:
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
-        folders = (self.folder / "model", self.folder / "start", Path(self._config["model"]["path"]))
+        folders = (self.folder / "model", self.folder / "start/actor_train", Path(self._config["model"]["path"]))
         files = [file for folder in folders if (file := folder / "tokenizer.json").is_file()]
         return Tokenizer.from_file(str(files[0])) if files else None
 

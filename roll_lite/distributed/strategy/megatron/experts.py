@@ -149,13 +149,19 @@ class GroupedExperts(SequentialMLP):
     """SequentialMLP with one kernel for all experts of a rank; on GPUs in bfloat16 only."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if not len(hidden) or (hidden.is_cuda and hidden.dtype != torch.bfloat16):
+        if not len(hidden) or (hidden.is_cuda and not self._fits_kernel(hidden)):
             output, _ = super().forward(hidden, tokens_per_expert, weights)
             return output, None
         ends = tokens_per_expert.cumsum(0).to(hidden.device, torch.int32)
         inner = _GroupedProduct.apply(hidden, ends, *(expert.linear_fc1.weight for expert in self.local_experts))
         inner = weighted_bias_swiglu_impl(inner, None, weights.unsqueeze(-1))
         return _GroupedProduct.apply(inner, ends, *(expert.linear_fc2.weight for expert in self.local_experts)), None
+
+    def _fits_kernel(self, hidden: torch.Tensor) -> bool:
+        first = self.local_experts[0]
+        widths = (*first.linear_fc1.weight.shape, *first.linear_fc2.weight.shape)
+        is_aligned = all(width % 8 == 0 for width in widths)
+        return is_aligned and hidden.dtype == torch.bfloat16 and torch.cuda.get_device_capability(hidden.device) >= (8, 0)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -173,7 +179,10 @@ class _GroupedProduct(torch.autograd.Function):
         inputs, ends, *weights = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_inputs = grouped_mm(gradient, torch.stack(weights), offs=ends)
-        return of_inputs, None, *grouped_mm(gradient.t(), inputs, offs=ends)
+        of_weights = grouped_mm(gradient.t(), inputs, offs=ends)
+        is_idle = ends.diff(prepend=ends.new_zeros(1)) == 0
+        # Some kernels leave the gradient of an expert without tokens unwritten.
+        return of_inputs, None, *of_weights.masked_fill_(is_idle[:, None, None], 0.0)
 
 
 class Experts(MoELayer):
