@@ -4,14 +4,19 @@ EXPECTED: module -> number of rewrites; the import fails if upstream has changed
 
 from __future__ import annotations
 
+import marshal
 import re
 import sys
 import types
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.metadata import version
+from importlib.util import cache_from_source
+from typing import cast
 
 import torch
 
@@ -140,9 +145,18 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the rewritten source; cached bytecode is that of the original."""
-        source = self.get_data(self.path).decode()
-        return compile(rewrite(fullname.removeprefix("megatron.core."), source), self.path, "exec", dont_inherit=True)
+        """Compile the rewritten source, or load it from a cache of its own: the usual one has the original's bytecode."""
+        source = self.get_data(self.path)
+        cache = cache_from_source(self.path, optimization="roll0lite")
+        key = sha256(source + repr((fullname, self.path, _REWRITES, EXPECTED)).encode()).digest()
+        with suppress(OSError, ValueError, EOFError, TypeError):
+            cached = self.get_data(cache)
+            if cached.startswith(key):
+                return cast(types.CodeType, marshal.loads(cached[len(key) :]))
+        code = compile(rewrite(fullname.removeprefix("megatron.core."), source.decode()), self.path, "exec", dont_inherit=True)
+        if not sys.dont_write_bytecode:
+            self.set_data(cache, key + marshal.dumps(code))  # whole or not at all, and silent where it cannot write
+        return code
 
     def exec_module(self, module: types.ModuleType) -> None:
         setattr(module, _STAND_IN, cpu_device)
