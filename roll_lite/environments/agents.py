@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, Literal
 
+import numpy as np
+
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
@@ -171,7 +173,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
 
 def _reward(result: Any) -> float:
     try:
-        return result if isinstance(result, bool) else float(result)
+        return bool(result) if isinstance(result, bool | np.bool_) else float(result)
     except (TypeError, ValueError):
         expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
         raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None

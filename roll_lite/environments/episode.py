@@ -210,7 +210,7 @@ class Policy:
         self._rewards[-1] += float(value)
 
     def count(self, name: str, number: float = 1.0) -> None:
-        self.metrics[name] = self.metrics.get(name, 0.0) + number
+        self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
 
     def record(self) -> EpisodeRecord:
         if not self._rewards:
@@ -221,7 +221,8 @@ class Policy:
         facts = {"turns": float(len(rewards)), "rows": 1.0 + len(self.branches)}
         facts |= {"environment_seconds": round(seconds, 6), "environment_tokens": float(self._given)}
         branches = tuple(map(tuple, self.branches))
-        return EpisodeRecord(tuple(self.messages), rewards, score, self.correct, {**self.metrics, **facts}, branches, self.answer)
+        correct = None if self.correct is None else bool(self.correct)  # it may be NumPy's
+        return EpisodeRecord(tuple(self.messages), rewards, score, correct, {**self.metrics, **facts}, branches, self.answer)
 
 
 class Player:
@@ -279,8 +280,8 @@ class Player:
             async with asyncio.timeout(limit_s) as policy.timer:
                 with suppress(EpisodeOver):
                     result = await self._play(order.task, policy)
-                    if isinstance(result, bool):
-                        policy.correct = result
+                    if isinstance(result, bool | np.bool_):
+                        policy.correct = bool(result)
                     if result is not None:
                         policy.reward(float(result))
             self._emit(Ended(order.episode, policy.record(), policy.finish_reason))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import psutil
 import pytest
 
@@ -148,9 +149,9 @@ async def test_a_response_that_nobody_waited_for_trains() -> None:
 
 
 async def test_parallel_requests_are_rows_of_their_own() -> None:
-    async def parallel(task: Task, endpoint: Endpoint) -> bool:
+    async def parallel(task: Task, endpoint: Endpoint) -> np.bool_:
         replies = await asyncio.gather(*(post(endpoint, [{"role": "user", "content": f"Add {number}."}]) for number in range(3)))
-        return all(reply.json()["choices"][0]["message"]["content"] == "3" for reply in replies)
+        return np.bool_(all(reply.json()["choices"][0]["message"]["content"] == "3" for reply in replies))
 
     asks, end = await played(parallel, "3", "3", "3")
     assert sorted(ask.number for ask in asks) == [0, 1, 2] and end.record.correct is True

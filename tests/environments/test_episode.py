@@ -159,6 +159,20 @@ async def test_an_async_function_plays() -> None:
     assert (lost.record.rewards, lost.record.correct) == ((-1,), False)
 
 
+async def test_numbers_of_numpy_become_pythons() -> None:
+    def step(environment: Guess, message: Message) -> Step:
+        return Step(reward=np.float32(1), done=True, correct=np.bool_(True), metrics={"hits": np.float32(1)})
+
+    async def solves(task: Task, policy: Policy) -> Any:
+        await policy.respond("Well?")
+        return np.bool_(True)
+
+    _, of_class = await played(play_class(type("Numpy", (Guess,), {"step": step}), {}, Calls()), "3")
+    _, of_function = await played(solves, "3")
+    assert of_class.record.correct is of_function.record.correct is True
+    assert type(of_class.record.metrics["hits"]) is type(of_class.record.score) is type(of_function.record.score) is float
+
+
 async def raises(task: Task, policy: Policy) -> None:
     await policy.respond("Well?")
     raise KeyError("lost")
