@@ -160,7 +160,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
             await server.settled(key)  # abandoned requests train too: otherwise short responses would be preferred
         finally:
             server.close(key)
-        session.end()
+            session.end()
         if gives_reward and (result is not None or policy.limit is None):
             return _reward(result)
         if isinstance(result, int | float):

@@ -196,6 +196,18 @@ async def test_a_limit_is_remembered_though_another_request_went_on() -> None:
     assert isinstance(end, Ended) and end.record.rewards == (0.0,)
 
 
+async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
+    async def stubborn(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, [{"role": "user", "content": "x" * 200}])
+        while True:
+            await post(endpoint, task.messages)
+            await asyncio.sleep(0.02)
+
+    asks, end = await played(stubborn, "3", "4", max_turns=2, turn_timeout_s=1.0)
+    assert isinstance(end, Ended) and (len(asks), end.finish_reason) == (2, FinishReason.MAX_TURNS)
+    assert [message["content"] for message in end.record.messages] == ["Add.", "4"] and len(end.record.branches) == 1
+
+
 @pytest.mark.parametrize(
     "messages",
     [

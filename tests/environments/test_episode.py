@@ -183,6 +183,15 @@ async def never_ends(task: Task, policy: Policy) -> None:
     await asyncio.sleep(60)
 
 
+async def cancels(task: Task, policy: Policy) -> None:
+    await policy.respond("Well?")
+    raise asyncio.CancelledError
+
+
+async def leaves(task: Task, policy: Policy) -> None:
+    sys.exit(3)
+
+
 async def rewards_nan(task: Task, policy: Policy) -> float:
     await policy.respond("Well?")
     return float("nan")
@@ -231,12 +240,23 @@ FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
         play_class(type("Leaves", (Guess,), {"step": lambda self, message: sys.exit(3)}), {}, Calls()),
         "RuntimeError: SystemExit: 3",
     ),
+    "leaves Python, async": (leaves, "SystemExit: 3"),
+    "cancels itself": (cancels, "CancelledError"),
     "two at once": (asks_twice, "asked for a response while it writes another one"),
 }
 
 
 async def test_a_swallowed_limit_is_still_told() -> None:
     shown, end = await played(swallows, "1", "2", max_turns=2)
+    assert len(shown) == 2 and isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
+
+
+async def test_an_episode_that_hangs_after_a_limit_ends_at_the_limit() -> None:
+    async def hangs(task: Task, policy: Policy) -> None:
+        await swallows(task, policy)
+        await asyncio.sleep(60)
+
+    shown, end = await played(hangs, "1", "2", max_turns=2, turn_timeout_s=0.3)
     assert len(shown) == 2 and isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
 
 
