@@ -157,7 +157,7 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
     template = domain.template
     assert domain.environment is not None
     if not isinstance(template, ChatTemplateConfig):
-        return PlainRenderer(tokenizer, f"{path}.template")
+        return PlainRenderer(tokenizer, f"{path}.template", template.text)
     text = None if template.file is None else read_text(template.file)
     form, ends = domain.environment.call_format, domain.sampling.stop_token_ids
     return ChatRenderer(tokenizer, text, template.arguments, tools, f"{path}.template", form, ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
@@ -281,10 +282,20 @@ def test_plain(tokenizer_of: MakeTokenizer) -> None:
     ids = renderer.continuation([5, tokenizer.eos_token_id], turn)
     assert tokenizer.decode(ids) == "Look: <|eot_id|> 日本"
     assert not added(tokenizer, ids)
-    assert renderer.prompt(turn) == tokenizer("Look: <|eot_id|> 日本")["input_ids"]
+    assert renderer.prompt(turn) == ids and not added(tokenizer, ids)
+    written = PlainRenderer(tokenizer, SETTING, "<|eot_id|>{prompt}").prompt(turn)
+    assert written == tokenizer("Look: <|eot_id|> 日本")["input_ids"], "the template writes this token itself"
     assert renderer.message(ids) == {"role": "assistant", "content": "Look: <|eot_id|> 日本"}
     assert renderer.continuation([5], []) == []
     assert renderer.difference() is None
+
+
+def test_plain_prompts_keep_the_tokenizers_bos(tokenizer_of: MakeTokenizer) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("llama3.1"))
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+    ids = PlainRenderer(tokenizer, SETTING).prompt([{"role": "user", "content": "<|eot_id|> no"}])
+    assert tokenizer.decode(ids) == f"{bos}<|eot_id|> no" and added(tokenizer, ids[1:]) == added(tokenizer, [])
 
 
 def sentencepiece_like(added_tokens: Sequence[str]) -> Any:
