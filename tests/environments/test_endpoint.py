@@ -303,6 +303,18 @@ async def test_a_forced_call_is_overridden(path: str, tool: Any, choice: Any) ->
     assert asked.overridden == ("tool_choice",) and [one["function"]["name"] for one in asked.tools] == ["weather"]
 
 
+async def test_an_empty_response_is_repeated_as_a_message() -> None:
+    session = ScriptedSession(says(""), says("Hi."), says(""), says("Hi."))
+    async with http_of(session) as http:
+        _, first = await post(http, "/v1/messages", {"model": "m", "max_tokens": 9, "messages": QUESTION})
+        turns = [*QUESTION, {"role": "assistant", "content": first["content"]}, *QUESTION]
+        await post(http, "/v1/messages", {"model": "m", "max_tokens": 9, "messages": turns})
+        _, first = await post(http, "/v1/responses", {"input": QUESTION})
+        await post(http, "/v1/responses", {"input": [*QUESTION, *first["output"], *QUESTION]})
+    expected = [*QUESTION, {"role": "assistant", "content": ""}, *QUESTION]
+    assert session.requests[1].messages == session.requests[3].messages == expected
+
+
 # ------------------------------------------------------------ what is refused
 
 CHAT, TEXT, ITEMS, TURNS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

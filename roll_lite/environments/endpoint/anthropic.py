@@ -50,7 +50,7 @@ class Messages(ApiRequest):
         for turn in self.messages:
             results = [one for one in turn.content if one.type == "tool_result"]
             messages += [{"role": "tool", "content": one.content, "tool_call_id": one.tool_use_id} for one in results]
-            if results != turn.content:
+            if results != turn.content or not turn.content:  # an empty response comes back without blocks
                 calls = [call_of(one.id, one.name, one.input.get(_MALFORMED, one.input)) for one in turn.content if one.type == "tool_use"]
                 text = "\n".join(one.text for one in turn.content if one.type == "text")
                 thoughts = "\n".join(one.thinking for one in turn.content if one.type == "thinking")
