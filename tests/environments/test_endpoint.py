@@ -15,6 +15,7 @@ from support_endpoint import WEATHER, ScriptedSession, call, says, serving
 
 from roll_lite.environments.base import EpisodeOver
 from roll_lite.environments.endpoint import server as server_module
+from roll_lite.environments.endpoint.api import as_sent
 
 QUESTION = [{"role": "user", "content": "Weather in Paris?"}]
 TOOL = {"type": "function", "function": WEATHER}
@@ -96,6 +97,15 @@ async def test_malformed_calls_come_back_as_they_were_sent() -> None:
     back = session.requests[1].messages[1]
     assert back["content"] == "Hm\n<tool_call>?</tool_call>"
     assert back["tool_calls"] == [{**call(call_id="call00007"), "function": {"name": "weather", "arguments": '{"city": Paris}'}}]
+
+
+async def test_a_malformed_call_of_valid_json_is_recognised() -> None:
+    reply = says("", call("weather", {}, problem="city is missing", text='{"town":  "Paris"}'))
+    session = ScriptedSession(reply, says(""))
+    async with client_of(session) as client:
+        message = (await client.chat.completions.create(model="m", messages=QUESTION)).choices[0].message
+        await client.chat.completions.create(model="m", messages=[*QUESTION, message, {**SUNNY}])
+    assert session.requests[1].messages[1] == as_sent(reply).message
 
 
 async def test_completions() -> None:
