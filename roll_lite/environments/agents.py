@@ -98,7 +98,7 @@ class AgentSession:
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
         response = await policy.sample(ids, None if node is None else node.number, most, request.stop)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
-        message = self._reply(renderer.message(sampled.ids), request.stop, renderer.thinking)
+        message = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
         reply = ChatReply(message, reason, length, len(response.ids))
         if request.text is None:
@@ -119,10 +119,10 @@ class AgentSession:
                 node, new = known, request.messages[place + 1 :]
         return node, new, digest
 
-    def _reply(self, message: Message, stop: Sequence[str], thinking: bool) -> Message:
+    def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> Message:
         """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique."""
-        reasoning, content = split_thoughts(message["content"], thinking)
-        content = content[: min((place for one in stop if (place := content.find(one)) >= 0), default=len(content))]
+        reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
+        content = content[: min((place for one in request.stop if (place := content.find(one)) >= 0), default=len(content))]
         calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
         reply = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
         return {name: value for name, value in reply.items() if value or name == "content"}

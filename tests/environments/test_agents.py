@@ -129,6 +129,19 @@ async def test_a_program_that_fails_at_a_limit_has_no_reward_but_trains(tmp_path
     assert [[message["content"] for message in branch] for branch in end.record.branches] == [["Add.", "3"]]
 
 
+async def test_raw_completions_keep_their_text_where_the_template_opens_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Characters, "thinking", True)
+
+    async def completes(task: Task, endpoint: Endpoint) -> bool:
+        async with httpx2.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            reply = await client.post(f"{endpoint.base_url}/completions", headers=headers, json={"prompt": "2 + 2 ="})
+        return bool(reply.json()["choices"][0]["text"] == " 4")
+
+    _, end = await played(completes, " 4")
+    assert isinstance(end, Ended) and end.record.correct is True
+
+
 async def post(endpoint: Endpoint, messages: Sequence[Message], timeout: float = 30.0) -> httpx2.Response:
     async with httpx2.AsyncClient(timeout=timeout) as client:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
