@@ -232,7 +232,10 @@ class _GuardedText:
         """Mark, in all texts of a value, where `encode` must split the spelling of added tokens such as `<|im_end|>`, so that they become
         plain text. `only_special`: only special tokens."""
         if isinstance(value, str):
-            return (self._special if only_special else self._all).sub(rf"\g<0>{self.mark}", value)
+            text = value.encode("utf-16", "surrogatepass").decode(
+                "utf-16", "replace"
+            )  # tokenizers refuse lone surrogates, which JSON can spell
+            return (self._special if only_special else self._all).sub(rf"\g<0>{self.mark}", text)
         if isinstance(value, Mapping):
             return {self.guard(key, only_special): self.guard(item, only_special) for key, item in value.items()}
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value

@@ -275,6 +275,16 @@ def test_a_tokenizer_without_a_template(tokenizer_of: MakeTokenizer) -> None:
         ChatRenderer(bare, None, {}, None, SETTING)
 
 
+def test_lone_surrogates_are_replaced(tokenizer_of: MakeTokenizer) -> None:
+    """A model can write them in the JSON of a call."""
+    renderer = ChatRenderer(tokenizer_of("qwen3"), None, {}, TOOLS, SETTING)
+    call = {"type": "function", "id": "call00000", "function": {"name": "time", "arguments": {"city": json.loads('"P\\ud83d"')}}}
+    question = {"role": "user", "content": "When?"}
+    result = {"role": "tool", "name": "time", "tool_call_id": "call00000", "content": "\ud83d\ude00 \ud83d"}
+    text = tokenizer_of("qwen3").decode(renderer.prompt([question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]))
+    assert "P\ufffd" in text and "😀 \ufffd" in text
+
+
 def test_plain(tokenizer_of: MakeTokenizer) -> None:
     tokenizer = tokenizer_of("llama3.1")
     renderer = PlainRenderer(tokenizer, SETTING)
