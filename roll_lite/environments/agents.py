@@ -98,9 +98,9 @@ class AgentSession:
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
         response = await policy.sample(ids, None if node is None else node.number, most, request.stop)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
-        message = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
+        message, stop = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
-        reply = ChatReply(message, reason, length, len(response.ids))
+        reply = ChatReply(message, reason, length, len(response.ids), stop)
         if request.text is None:
             self._nodes[_digest(digest, as_sent(reply).message)] = sampled
         if node is not None:
@@ -119,13 +119,15 @@ class AgentSession:
                 node, new = known, request.messages[place + 1 :]
         return node, new, digest
 
-    def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> Message:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique."""
+    def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
-        content = content[: min((place for one in request.stop if (place := content.find(one)) >= 0), default=len(content))]
+        stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
+        content = content[: min(stops, default=len(content))]
         calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
         reply = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
-        return {name: value for name, value in reply.items() if value or name == "content"}
+        message = {name: value for name, value in reply.items() if value or name == "content"}
+        return message, stops[min(stops)] if stops else None
 
 
 def _digest(before: bytes, message: Message) -> bytes:

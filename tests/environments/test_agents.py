@@ -129,16 +129,19 @@ async def test_a_program_that_fails_at_a_limit_has_no_reward_but_trains(tmp_path
     assert [[message["content"] for message in branch] for branch in end.record.branches] == [["Add.", "3"]]
 
 
-async def test_raw_completions_keep_their_text_where_the_template_opens_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_raw_completions_and_stop_strings_where_the_template_opens_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Characters, "thinking", True)
 
     async def completes(task: Task, endpoint: Endpoint) -> bool:
         async with httpx2.AsyncClient() as client:
             headers = {"Authorization": f"Bearer {endpoint.api_key}"}
             reply = await client.post(f"{endpoint.base_url}/completions", headers=headers, json={"prompt": "2 + 2 ="})
+            asked = {"model": "m", "messages": task.messages, "max_tokens": 9, "stop_sequences": ["x", "END"]}
+            stopped = await client.post(f"{endpoint.base_url}/messages", headers=headers, json=asked)
+        assert stopped.json()["stop_sequence"] == "END" and stopped.json()["content"][0]["text"] == "ok"
         return bool(reply.json()["choices"][0]["text"] == " 4")
 
-    _, end = await played(completes, " 4")
+    _, end = await played(completes, " 4", "hm</think>okENDx")
     assert isinstance(end, Ended) and end.record.correct is True
 
 

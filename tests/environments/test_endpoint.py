@@ -313,6 +313,19 @@ async def test_a_forced_call_is_overridden(path: str, tool: Any, choice: Any) ->
     assert asked.overridden == ("tool_choice",) and [one["function"]["name"] for one in asked.tools] == ["weather"]
 
 
+async def test_the_stop_sequence_of_a_message() -> None:
+    session = ScriptedSession(*[says("Hi.")._replace(stop_sequence="END")] * 2)
+    async with http_of(session) as http:
+        body = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stop_sequences": ["END"]}
+        _, whole = await post(http, "/v1/messages", body)
+        async with http.post("/v1/messages", json={**body, "stream": True}) as response:
+            text = await response.text()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "END")
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert events[0]["message"]["stop_sequence"] is None
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+
+
 async def test_an_empty_response_is_repeated_as_a_message() -> None:
     session = ScriptedSession(says(""), says("Hi."), says(""), says("Hi."))
     async with http_of(session) as http:

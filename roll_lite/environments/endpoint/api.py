@@ -53,6 +53,8 @@ class ChatReply(NamedTuple):
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
+    stop_sequence: str | None = None
+    """The request's stop string that ended the response."""
 
 
 class Session(Protocol):
