@@ -51,6 +51,8 @@ def sample(step: int, domain: str, group: int, index: int, **changes: Any) -> di
 def episode(step: int, group: int) -> dict[str, Any]:
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"sum": "2+2"}}}
     messages = [
+        {"role": "user", "content": "How much is 1+1?"},
+        {"role": "assistant", "content": "2, in the prompt"},
         {"role": "user", "content": "How much is 2+2?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "the tool says 4"},

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, Literal
 
+import numpy as np
+
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
@@ -96,9 +98,9 @@ class AgentSession:
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
         response = await policy.sample(ids, None if node is None else node.number, most, request.stop)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
-        message = self._reply(renderer.message(sampled.ids), request.stop, renderer.thinking)
+        message, stop = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
-        reply = ChatReply(message, reason, length, len(response.ids))
+        reply = ChatReply(message, reason, length, len(response.ids), stop)
         if request.text is None:
             self._nodes[_digest(digest, as_sent(reply).message)] = sampled
         if node is not None:
@@ -117,13 +119,15 @@ class AgentSession:
                 node, new = known, request.messages[place + 1 :]
         return node, new, digest
 
-    def _reply(self, message: Message, stop: Sequence[str], thinking: bool) -> Message:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique."""
-        reasoning, content = split_thoughts(message["content"], thinking)
-        content = content[: min((place for one in stop if (place := content.find(one)) >= 0), default=len(content))]
+    def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop)."""
+        reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
+        stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
+        content = content[: min(stops, default=len(content))]
         calls = [{**call, "id": f"call{next(self._call_numbers):05d}"} for call in message.get("tool_calls", [])]
         reply = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}
-        return {name: value for name, value in reply.items() if value or name == "content"}
+        message = {name: value for name, value in reply.items() if value or name == "content"}
+        return message, stops[min(stops)] if stops else None
 
 
 def _digest(before: bytes, message: Message) -> bytes:
@@ -158,7 +162,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
             await server.settled(key)  # abandoned requests train too: otherwise short responses would be preferred
         finally:
             server.close(key)
-        session.end()
+            session.end()
         if gives_reward and (result is not None or policy.limit is None):
             return _reward(result)
         if isinstance(result, int | float):
@@ -171,7 +175,7 @@ def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str
 
 def _reward(result: Any) -> float:
     try:
-        return result if isinstance(result, bool) else float(result)
+        return bool(result) if isinstance(result, bool | np.bool_) else float(result)
     except (TypeError, ValueError):
         expected = "expected a number, the reward; to have answers scored, name a `reward` in the domain"
         raise ValueError(f"the agent's result is {result!r:.80}; {expected}") from None

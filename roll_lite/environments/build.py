@@ -62,7 +62,7 @@ def _play(
         case FunctionEnvironmentConfig() as settings:
             return play_of(settings, f"{path}.function", calls), []
         case ToolsEnvironmentConfig() as settings:
-            tools = [tools_of(one, f"{path}.tools.{number}", calls) for number, one in enumerate(settings.tools)]
+            tools = [tools_of(one, f"{path}.tools.{number}", calls, settings.turn_timeout_s) for number, one in enumerate(settings.tools)]
             schemas = [schema for one in tools for schema in one.schemas]
             names = [schema["function"]["name"] for schema in schemas]
             if len(set(names)) < len(names):
@@ -103,12 +103,12 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
     return Task(messages, prompt.answer, prompt.columns, seed % 2**31)
 
 
-def tools_of(settings: ToolConfig, path: str, calls: Calls) -> Tools:
+def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: float) -> Tools:
     """Load the tools of the entry at YAML path `path`; ValueError for a mistake in it."""
     try:
         match settings:
             case PythonToolConfig():
-                return PythonTool(settings)
+                return PythonTool(settings, turn_timeout_s)
             case SearchToolConfig():
                 from roll_lite.environments.search_tool import search_in
 
@@ -157,7 +157,7 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
     template = domain.template
     assert domain.environment is not None
     if not isinstance(template, ChatTemplateConfig):
-        return PlainRenderer(tokenizer, f"{path}.template")
+        return PlainRenderer(tokenizer, f"{path}.template", template.text)
     text = None if template.file is None else read_text(template.file)
     form, ends = domain.environment.call_format, domain.sampling.stop_token_ids
     return ChatRenderer(tokenizer, text, template.arguments, tools, f"{path}.template", form, ends)

@@ -119,7 +119,9 @@ class Policy:
         """Answer to score instead of the last response."""
         self.finish_reason: FinishReason | None = None
         """Limit that the episode reached, or STOP if an agent ended; reset by a further response."""
-        self.limit: str | None = None
+        self.limit: tuple[FinishReason, str] | None = None
+        """Limit reached last, and its explanation."""
+        self.cancelled = False
         self.limits = limits
         self.room = room
         """Tokens that may still follow the first prompt."""
@@ -199,7 +201,7 @@ class Policy:
         return ids
 
     def finish(self, reason: FinishReason, why: str) -> NoReturn:
-        self.finish_reason, self.limit = reason, why
+        self.finish_reason, self.limit = reason, (reason, why)
         raise EpisodeOver(why)
 
     def reward(self, value: float) -> None:
@@ -210,18 +212,19 @@ class Policy:
         self._rewards[-1] += float(value)
 
     def count(self, name: str, number: float = 1.0) -> None:
-        self.metrics[name] = self.metrics.get(name, 0.0) + number
+        self.metrics[name] = self.metrics.get(name, 0.0) + float(number)
 
     def record(self) -> EpisodeRecord:
         if not self._rewards:
-            raise ValueError(f"it ended without a response{f': {self.limit}' if self.limit else ''}")
+            raise ValueError(f"it ended without a response{f': {self.limit[1]}' if self.limit else ''}")
         rewards = tuple(self._rewards)
         score = rewards[-1] if self.limits.last_reward else sum(rewards)
         seconds = self._seconds + asyncio.get_running_loop().time() - self._since
         facts = {"turns": float(len(rewards)), "rows": 1.0 + len(self.branches)}
         facts |= {"environment_seconds": round(seconds, 6), "environment_tokens": float(self._given)}
         branches = tuple(map(tuple, self.branches))
-        return EpisodeRecord(tuple(self.messages), rewards, score, self.correct, {**self.metrics, **facts}, branches, self.answer)
+        correct = None if self.correct is None else bool(self.correct)  # it may be NumPy's
+        return EpisodeRecord(tuple(self.messages), rewards, score, correct, {**self.metrics, **facts}, branches, self.answer)
 
 
 class Player:
@@ -245,6 +248,7 @@ class Player:
             elif order.episode not in self._tasks:  # it has ended
                 continue
             elif isinstance(order, Cancel):
+                self._policies[order.episode].cancelled = True
                 self._tasks[order.episode].cancel()
             else:
                 self._policies[order.episode].answered(order)
@@ -276,15 +280,22 @@ class Player:
     async def _run(self, order: Begin, policy: Policy) -> None:
         limit_s = self._limits.turn_timeout_s
         try:
-            async with asyncio.timeout(limit_s) as policy.timer:
-                with suppress(EpisodeOver):
-                    result = await self._play(order.task, policy)
-                    if isinstance(result, bool):
-                        policy.correct = result
-                    if result is not None:
-                        policy.reward(float(result))
+            try:
+                async with asyncio.timeout(limit_s) as policy.timer:
+                    with suppress(EpisodeOver):
+                        result = await self._play(order.task, policy)
+                        if isinstance(result, bool | np.bool_):
+                            policy.correct = bool(result)
+                        if result is not None:
+                            policy.reward(float(result))
+            except TimeoutError:
+                if policy.limit is None or policy.timer is None or not policy.timer.expired():
+                    raise
+                policy.finish_reason = policy.limit[0]  # a failure would have the sample repeated until it is short
             self._emit(Ended(order.episode, policy.record(), policy.finish_reason))
-        except Exception as error:  # process edge: any exception of user code is recorded as a failure
+        except (Exception, asyncio.CancelledError, SystemExit) as error:  # process edge: what user code raises is recorded as a failure
+            if policy.cancelled:
+                return
             expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
             cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _told(error)
             self._emit(Failed(order.episode, cause))
@@ -294,7 +305,7 @@ class Player:
             del self._policies[episode], self._tasks[episode]
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -37,8 +38,9 @@ del write
 
 
 class PythonTool:
-    def __init__(self, settings: PythonToolConfig) -> None:
+    def __init__(self, settings: PythonToolConfig, turn_timeout_s: float) -> None:
         self._settings = settings
+        self._longest_wait_s = max(turn_timeout_s - settings.timeout_s - 2 * GRACE_S, 1.0)
         first = Interpreter(settings)
         first.sandbox.start().refuse_missing(settings.allow_unprotected, "tool python")
         self.schemas = [schema_of(first.python)]
@@ -49,7 +51,7 @@ class PythonTool:
     async def opened(self, task: Task) -> AsyncIterator[Call]:
         files = {} if self._settings.files is None else files_of(task.columns, self._settings.files)
         interpreter = self._free.pop() if self._free else Interpreter(self._settings)
-        interpreter.files = files
+        interpreter.files, interpreter.longest_wait_s = files, self._longest_wait_s
         try:
             yield interpreter.call
         finally:
@@ -64,11 +66,19 @@ class Interpreter:
         self.sandbox = Sandbox(python_path=list(map(str, settings.python_path)))
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
+        self.longest_wait_s = LONGEST_S
+        """Longest wait of a call for the response's earlier ones, which with its own time ends before turn_timeout_s."""
         self._settings = settings
         self._peer: socket.socket | None = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, partial(self.python, **arguments))
+        run = partial(self.python, **arguments)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._in_time, time.monotonic(), run)
+
+    def _in_time(self, asked: float, run: Callable[[], str]) -> str:
+        if (waited := time.monotonic() - asked) > self.longest_wait_s:
+            raise ToolError(f"This call was not run: the earlier calls of the response took {waited:.0f} s.")
+        return run()
 
     def python(self, code: str) -> str:
         """Run Python code in an interpreter that keeps variables, imports and files from call to call. Returns what the code prints, and

@@ -177,17 +177,20 @@ class ChatRenderer:
 
 
 class PlainRenderer:
-    """Renderer for base models: contents joined, without roles."""
+    """Renderer for base models: contents joined, without roles. `written`: text whose added tokens stay tokens in prompts."""
 
     thinking = False
 
-    def __init__(self, tokenizer: Tokenizer, setting: str = "template") -> None:
+    def __init__(self, tokenizer: Tokenizer, setting: str = "template", written: str = "") -> None:
         self._template = Template(PlainTemplateConfig(), "prompt", tokenizer, setting)
         self._text = _GuardedText(tokenizer)
+        self._prompts = _GuardedText(tokenizer, written)
         self._parser = ToolCallParser(tokenizer, None)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self._template.tokenize(["".join(one["content"] for one in messages)])[0]
+        text: str = self._prompts.guard("".join(one["content"] for one in messages))
+        first, _, rest = text.partition(self._prompts.mark)
+        return [*self._template.tokenize([first])[0], *self._prompts.encode(rest)]
 
     def text(self, text: str) -> list[int]:
         return self._template.tokenize([text])[0]
@@ -215,27 +218,31 @@ class _GuardedText:
     """Keep added tokens out of text of users and tools: `guard` marks where to split texts that spell them, `encode` tokenizes the
     parts."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder
+        guarded = [token for token in added.values() if token.content not in allowed]
         self._tokenizer = tokenizer
         self._added = frozenset(added)
-        self._all = _first_characters(token.content for token in added.values())
-        self._special = _first_characters(token.content for token in added.values() if token.special)
-        self._mark = f"cut{secrets.token_hex(16)}"
+        self._all = _first_characters(token.content for token in guarded)
+        self._special = _first_characters(token.content for token in guarded if token.special)
+        self.mark = f"cut{secrets.token_hex(16)}"
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
         """Mark, in all texts of a value, where `encode` must split the spelling of added tokens such as `<|im_end|>`, so that they become
         plain text. `only_special`: only special tokens."""
         if isinstance(value, str):
-            return (self._special if only_special else self._all).sub(rf"\g<0>{self._mark}", value)
+            text = value.encode("utf-16", "surrogatepass").decode(
+                "utf-16", "replace"
+            )  # tokenizers refuse lone surrogates, which JSON can spell
+            return (self._special if only_special else self._all).sub(rf"\g<0>{self.mark}", text)
         if isinstance(value, Mapping):
             return {self.guard(key, only_special): self.guard(item, only_special) for key, item in value.items()}
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, start: bool = False) -> list[int]:
         """Tokenize a marked text. `start`: no text precedes it."""
-        parts = text.split(self._mark)
+        parts = text.split(self.mark)
         first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
         return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
 

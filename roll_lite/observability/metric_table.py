@@ -165,6 +165,7 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length_p50": by_domain(LAST, "tokens", "Median response length (nearest rank)."),
     "rollout/response_length_p95": by_domain(LAST, "tokens", "95th percentile of response lengths (nearest rank)."),
     "rollout/truncated": by_domain(MEAN, "share", "Samples cut at max_tokens."),
+    "rollout/max_turns": by_domain(MEAN, "share", "Samples whose episode ended at max_turns."),
     "rollout/request_seconds": by_domain(MEAN, "s", "Time from sending a request to its completion."),
     "rollout/share_requested": by_domain(LAST, "share", "Domain's configured share of the prompts."),
     "rollout/share_admitted": by_domain(LAST, "share", "Domain's share of the prompts started in the run so far."),

@@ -318,8 +318,9 @@ class Journal:
         add("rollout/response_length_max", float(lengths.max()), label=domain)
         add("rollout/response_length_min", float(lengths.min()), label=domain)
         self._length_quantiles(domain, lengths)
-        cut = sum(reason == FinishReason.LENGTH for reason in rows.objects("finish_reason"))
-        add("rollout/truncated", cut, len(rows), label=domain)
+        ends = list(rows.objects("finish_reason"))
+        add("rollout/truncated", ends.count(FinishReason.LENGTH), len(rows), label=domain)
+        add("rollout/max_turns", ends.count(FinishReason.MAX_TURNS), len(rows), label=domain)
 
     def _length_quantiles(self, label: str, lengths: torch.Tensor) -> None:
         in_order = lengths.sort().values

@@ -34,7 +34,7 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
     for group, index, one in samples:
         own = _records(one, lambda row: TokenRecord.read(blocks[row.block], row.row))
         records += own
-        text = json.dumps(asdict(_with_tokens(one.sample, [None] * len(own))))
+        text = json.dumps(asdict(_with_tokens(one.sample, [None] * len(own))), default=str)
         names += [(group, index, None if row else text) for row in range(len(own))]
     table = as_table(token_block(records, columns))
     for name, values in zip(("group", "index", "sample"), zip(*names, strict=True), strict=True):

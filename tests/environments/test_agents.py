@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import psutil
 import pytest
 
@@ -128,6 +129,22 @@ async def test_a_program_that_fails_at_a_limit_has_no_reward_but_trains(tmp_path
     assert [[message["content"] for message in branch] for branch in end.record.branches] == [["Add.", "3"]]
 
 
+async def test_raw_completions_and_stop_strings_where_the_template_opens_thoughts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Characters, "thinking", True)
+
+    async def completes(task: Task, endpoint: Endpoint) -> bool:
+        async with httpx2.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            reply = await client.post(f"{endpoint.base_url}/completions", headers=headers, json={"prompt": "2 + 2 ="})
+            asked = {"model": "m", "messages": task.messages, "max_tokens": 9, "stop_sequences": ["x", "END"]}
+            stopped = await client.post(f"{endpoint.base_url}/messages", headers=headers, json=asked)
+        assert stopped.json()["stop_sequence"] == "END" and stopped.json()["content"][0]["text"] == "ok"
+        return bool(reply.json()["choices"][0]["text"] == " 4")
+
+    _, end = await played(completes, " 4", "hm</think>okENDx")
+    assert isinstance(end, Ended) and end.record.correct is True
+
+
 async def post(endpoint: Endpoint, messages: Sequence[Message], timeout: float = 30.0) -> httpx2.Response:
     async with httpx2.AsyncClient(timeout=timeout) as client:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
@@ -148,9 +165,9 @@ async def test_a_response_that_nobody_waited_for_trains() -> None:
 
 
 async def test_parallel_requests_are_rows_of_their_own() -> None:
-    async def parallel(task: Task, endpoint: Endpoint) -> bool:
+    async def parallel(task: Task, endpoint: Endpoint) -> np.bool_:
         replies = await asyncio.gather(*(post(endpoint, [{"role": "user", "content": f"Add {number}."}]) for number in range(3)))
-        return all(reply.json()["choices"][0]["message"]["content"] == "3" for reply in replies)
+        return np.bool_(all(reply.json()["choices"][0]["message"]["content"] == "3" for reply in replies))
 
     asks, end = await played(parallel, "3", "3", "3")
     assert sorted(ask.number for ask in asks) == [0, 1, 2] and end.record.correct is True
@@ -193,6 +210,18 @@ async def test_a_limit_is_remembered_though_another_request_went_on() -> None:
 
     _, end = await played(fails, "3")
     assert isinstance(end, Ended) and end.record.rewards == (0.0,)
+
+
+async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
+    async def stubborn(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, [{"role": "user", "content": "x" * 200}])
+        while True:
+            await post(endpoint, task.messages)
+            await asyncio.sleep(0.02)
+
+    asks, end = await played(stubborn, "3", "4", max_turns=2, turn_timeout_s=1.0)
+    assert isinstance(end, Ended) and (len(asks), end.finish_reason) == (2, FinishReason.MAX_TURNS)
+    assert [message["content"] for message in end.record.messages] == ["Add.", "4"] and len(end.record.branches) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from support_endpoint import WEATHER, ScriptedSession, call, says, serving
 
 from roll_lite.environments.base import EpisodeOver
 from roll_lite.environments.endpoint import server as server_module
+from roll_lite.environments.endpoint.api import as_sent
 
 QUESTION = [{"role": "user", "content": "Weather in Paris?"}]
 TOOL = {"type": "function", "function": WEATHER}
@@ -96,6 +97,15 @@ async def test_malformed_calls_come_back_as_they_were_sent() -> None:
     back = session.requests[1].messages[1]
     assert back["content"] == "Hm\n<tool_call>?</tool_call>"
     assert back["tool_calls"] == [{**call(call_id="call00007"), "function": {"name": "weather", "arguments": '{"city": Paris}'}}]
+
+
+async def test_a_malformed_call_of_valid_json_is_recognised() -> None:
+    reply = says("", call("weather", {}, problem="city is missing", text='{"town":  "Paris"}'))
+    session = ScriptedSession(reply, says(""))
+    async with client_of(session) as client:
+        message = (await client.chat.completions.create(model="m", messages=QUESTION)).choices[0].message
+        await client.chat.completions.create(model="m", messages=[*QUESTION, message, {**SUNNY}])
+    assert session.requests[1].messages[1] == as_sent(reply).message
 
 
 async def test_completions() -> None:
@@ -301,6 +311,31 @@ async def test_a_forced_call_is_overridden(path: str, tool: Any, choice: Any) ->
             assert got.status == 200, await got.text()
     [asked] = session.requests
     assert asked.overridden == ("tool_choice",) and [one["function"]["name"] for one in asked.tools] == ["weather"]
+
+
+async def test_the_stop_sequence_of_a_message() -> None:
+    session = ScriptedSession(*[says("Hi.")._replace(stop_sequence="END")] * 2)
+    async with http_of(session) as http:
+        body = {"model": "m", "max_tokens": 9, "messages": QUESTION, "stop_sequences": ["END"]}
+        _, whole = await post(http, "/v1/messages", body)
+        async with http.post("/v1/messages", json={**body, "stream": True}) as response:
+            text = await response.text()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", "END")
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    assert events[0]["message"]["stop_sequence"] is None
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "END"}
+
+
+async def test_an_empty_response_is_repeated_as_a_message() -> None:
+    session = ScriptedSession(says(""), says("Hi."), says(""), says("Hi."))
+    async with http_of(session) as http:
+        _, first = await post(http, "/v1/messages", {"model": "m", "max_tokens": 9, "messages": QUESTION})
+        turns = [*QUESTION, {"role": "assistant", "content": first["content"]}, *QUESTION]
+        await post(http, "/v1/messages", {"model": "m", "max_tokens": 9, "messages": turns})
+        _, first = await post(http, "/v1/responses", {"input": QUESTION})
+        await post(http, "/v1/responses", {"input": [*QUESTION, *first["output"], *QUESTION]})
+    expected = [*QUESTION, {"role": "assistant", "content": ""}, *QUESTION]
+    assert session.requests[1].messages == session.requests[3].messages == expected
 
 
 # ------------------------------------------------------------ what is refused

@@ -159,6 +159,20 @@ async def test_an_async_function_plays() -> None:
     assert (lost.record.rewards, lost.record.correct) == ((-1,), False)
 
 
+async def test_numbers_of_numpy_become_pythons() -> None:
+    def step(environment: Guess, message: Message) -> Step:
+        return Step(reward=np.float32(1), done=True, correct=np.bool_(True), metrics={"hits": np.float32(1)})
+
+    async def solves(task: Task, policy: Policy) -> Any:
+        await policy.respond("Well?")
+        return np.bool_(True)
+
+    _, of_class = await played(play_class(type("Numpy", (Guess,), {"step": step}), {}, Calls()), "3")
+    _, of_function = await played(solves, "3")
+    assert of_class.record.correct is of_function.record.correct is True
+    assert type(of_class.record.metrics["hits"]) is type(of_class.record.score) is type(of_function.record.score) is float
+
+
 async def raises(task: Task, policy: Policy) -> None:
     await policy.respond("Well?")
     raise KeyError("lost")
@@ -167,6 +181,15 @@ async def raises(task: Task, policy: Policy) -> None:
 async def never_ends(task: Task, policy: Policy) -> None:
     await policy.respond("Well?")
     await asyncio.sleep(60)
+
+
+async def cancels(task: Task, policy: Policy) -> None:
+    await policy.respond("Well?")
+    raise asyncio.CancelledError
+
+
+async def leaves(task: Task, policy: Policy) -> None:
+    sys.exit(3)
 
 
 async def rewards_nan(task: Task, policy: Policy) -> float:
@@ -217,12 +240,23 @@ FAILURES: dict[str, tuple[EpisodeFunction, str]] = {
         play_class(type("Leaves", (Guess,), {"step": lambda self, message: sys.exit(3)}), {}, Calls()),
         "RuntimeError: SystemExit: 3",
     ),
+    "leaves Python, async": (leaves, "SystemExit: 3"),
+    "cancels itself": (cancels, "CancelledError"),
     "two at once": (asks_twice, "asked for a response while it writes another one"),
 }
 
 
 async def test_a_swallowed_limit_is_still_told() -> None:
     shown, end = await played(swallows, "1", "2", max_turns=2)
+    assert len(shown) == 2 and isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
+
+
+async def test_an_episode_that_hangs_after_a_limit_ends_at_the_limit() -> None:
+    async def hangs(task: Task, policy: Policy) -> None:
+        await swallows(task, policy)
+        await asyncio.sleep(60)
+
+    shown, end = await played(hangs, "1", "2", max_turns=2, turn_timeout_s=0.3)
     assert len(shown) == 2 and isinstance(end, Ended) and end.finish_reason is FinishReason.MAX_TURNS
 
 

@@ -107,6 +107,16 @@ async def test_calls_of_one_response_run_in_order(tool: PythonTool) -> None:
     assert shown[1:] == [str(2**power) for power in range(1, 10)]
 
 
+async def test_calls_that_a_response_leaves_no_time_for_are_refused(tool: PythonTool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt would fail, and the model could have its own response repeated."""
+    monkeypatch.setattr(tool, "_longest_wait_s", 0.5)
+    wait = "import time; time.sleep(0.7)"
+    [shown], end = await played(player_of([tool]), [code(wait, wait, "1"), "Done."], {"files": None})
+    refused = "This call was not run: the earlier calls of the response took 1 s."
+    assert shown == ["(no output)", refused, refused]
+    assert isinstance(end, Ended) and end.record.metrics["tool_errors"] == 2
+
+
 async def test_errors(tool: PythonTool) -> None:
     network = "import socket\nsocket.create_connection(('127.0.0.1', 22))"
     shown, metrics = await run(tool, "a = 1\nprint(a)\na / 0", "for", "a", network, "input()", "open('/etc/x', 'w')")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections import Counter
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
@@ -274,6 +275,16 @@ def test_a_tokenizer_without_a_template(tokenizer_of: MakeTokenizer) -> None:
         ChatRenderer(bare, None, {}, None, SETTING)
 
 
+def test_lone_surrogates_are_replaced(tokenizer_of: MakeTokenizer) -> None:
+    """A model can write them in the JSON of a call."""
+    renderer = ChatRenderer(tokenizer_of("qwen3"), None, {}, TOOLS, SETTING)
+    call = {"type": "function", "id": "call00000", "function": {"name": "time", "arguments": {"city": json.loads('"P\\ud83d"')}}}
+    question = {"role": "user", "content": "When?"}
+    result = {"role": "tool", "name": "time", "tool_call_id": "call00000", "content": "\ud83d\ude00 \ud83d"}
+    text = tokenizer_of("qwen3").decode(renderer.prompt([question, {"role": "assistant", "content": "", "tool_calls": [call]}, result]))
+    assert "P\ufffd" in text and "😀 \ufffd" in text
+
+
 def test_plain(tokenizer_of: MakeTokenizer) -> None:
     tokenizer = tokenizer_of("llama3.1")
     renderer = PlainRenderer(tokenizer, SETTING)
@@ -281,10 +292,20 @@ def test_plain(tokenizer_of: MakeTokenizer) -> None:
     ids = renderer.continuation([5, tokenizer.eos_token_id], turn)
     assert tokenizer.decode(ids) == "Look: <|eot_id|> 日本"
     assert not added(tokenizer, ids)
-    assert renderer.prompt(turn) == tokenizer("Look: <|eot_id|> 日本")["input_ids"]
+    assert renderer.prompt(turn) == ids and not added(tokenizer, ids)
+    written = PlainRenderer(tokenizer, SETTING, "<|eot_id|>{prompt}").prompt(turn)
+    assert written == tokenizer("Look: <|eot_id|> 日本")["input_ids"], "the template writes this token itself"
     assert renderer.message(ids) == {"role": "assistant", "content": "Look: <|eot_id|> 日本"}
     assert renderer.continuation([5], []) == []
     assert renderer.difference() is None
+
+
+def test_plain_prompts_keep_the_tokenizers_bos(tokenizer_of: MakeTokenizer) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("llama3.1"))
+    bos = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)])
+    ids = PlainRenderer(tokenizer, SETTING).prompt([{"role": "user", "content": "<|eot_id|> no"}])
+    assert tokenizer.decode(ids) == f"{bos}<|eot_id|> no" and added(tokenizer, ids[1:]) == added(tokenizer, [])
 
 
 def sentencepiece_like(added_tokens: Sequence[str]) -> Any:

@@ -43,8 +43,8 @@ def answer(response: Any, number: int = 0) -> Answer:
     return Answer(1, number, np.array(list(text.encode()), np.int32).tobytes())
 
 
-def loaded(*settings: Any) -> list[Tools]:
-    return [tools_of(one, f"tools.{number}", Calls()) for number, one in enumerate(settings)]
+def loaded(*settings: Any, turn_timeout_s: float = 60.0) -> list[Tools]:
+    return [tools_of(one, f"tools.{number}", Calls(), turn_timeout_s) for number, one in enumerate(settings)]
 
 
 def player_of(tools: Sequence[Tools], max_chars: int = 8000, timeout_s: float = 30.0, max_turns: int = 99) -> Player:

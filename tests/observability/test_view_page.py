@@ -71,6 +71,8 @@ async def test_samples_are_filtered_read_and_never_run(tab: Tab, address: str) -
     assert await tab.value("window.attacked === undefined && !document.querySelector('main script, main img')")
     await tab.open(f"{address}#samples?run=small/first&domain=make&step_min=2&step_max=2")
     await tab.until("document.querySelectorAll('.list tr[tabindex]').length === 3 && document.querySelector('.call')")
+    turns = await tab.value("[...document.querySelectorAll('.turn.assistant b')].map(one => one.textContent)")
+    assert turns == ["assistant", "assistant · reward 0", "assistant · reward 1"], "a reward belongs to a response"
     assert "calculator" in await text(tab, ".call") and "the tool says 4" in await text(tab, "#detail")
     assert await tab.value(TIDY) and await tab.value(UNNAMED) == []
 

@@ -312,6 +312,15 @@ def test_terms_of_a_reward_are_told_beside_the_sum(journal: Journal, tmp_path: P
     assert (record["domain/add/base/reward/term"], record["domain/add/length/reward/term"]) == (0.5, -0.375)
 
 
+def test_samples_that_a_limit_ended_are_counted_by_limit(journal: Journal, tmp_path: Path) -> None:
+    reasons = object_column(["stop", "length", "max_turns", "max_turns"])
+    numbers = dict.fromkeys(("response_length", "group"), torch.arange(4)) | dict.fromkeys(("score", "correct"), torch.ones(4))
+    with journal.step(1):
+        journal._samples("add", DataProto({**numbers, "finish_reason": reasons}))
+    (record,) = records(tmp_path)
+    assert (record["domain/add/rollout/truncated"], record["domain/add/rollout/max_turns"]) == (0.25, 0.5)
+
+
 def test_a_length_of_nearest_rank_is_one_that_occurs(journal: Journal, tmp_path: Path) -> None:
     """Of 1 to 20 and 100: the 11th is the median, the 20th is that of 95%. Linear interpolation would say 20 for it, and of 1 to 20
     alone 10.5 and 19.05."""

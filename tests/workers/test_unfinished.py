@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import (
     Author,
     Branch,
+    EpisodeRecord,
     FinishReason,
     GenerationRequest,
     SampleOutcome,
@@ -245,11 +247,14 @@ def test_all_rows_of_a_sample_are_read_back() -> None:
     places = [TokenRow(block, 0, 2), TokenRow(block, 1, 3), TokenRow(block, 2, 1)]
     branch = Branch((Segment(Author.PROMPT, 3),), places[1])
     branched = SavedSample(0, Transcript((Segment(Author.PROMPT, 2),), places[0], branches=(branch,)), SampleOutcome.ACCEPTED, Score(1.0))
-    alone = SavedSample(0, Transcript((Segment(Author.PROMPT, 1),), places[2]), SampleOutcome.ACCEPTED, Score(0.0))
+    episode = EpisodeRecord(({"role": "user", "content": "Hi", "sent": Path("now")},))
+    alone = SavedSample(0, Transcript((Segment(Author.PROMPT, 1),), places[2], episode=episode), SampleOutcome.ACCEPTED, Score(0.0))
     saved = read(to_file({1: {0: Unfinished(branched), 1: Unfinished(alone)}}, (), fetch))
     rows = [row.tokens for index in (0, 1) for row in saved[1][index].transcript.rows]
     assert [TokenRecord.read(row.block, row.row).ids.tolist() for row in rows if row is not None] == [[4, 5], [6, 7, 8], [9]]
     assert [len(saved[1][index].transcript.branches) for index in (0, 1)] == [1, 0]
+    again = saved[1][1].transcript.episode
+    assert again is not None and again.messages[0]["sent"] == "now", "messages may hold anything"
 
 
 def test_samples_whose_tokens_are_lost_are_left_out() -> None:

@@ -50,7 +50,7 @@ class Messages(ApiRequest):
         for turn in self.messages:
             results = [one for one in turn.content if one.type == "tool_result"]
             messages += [{"role": "tool", "content": one.content, "tool_call_id": one.tool_use_id} for one in results]
-            if results != turn.content:
+            if results != turn.content or not turn.content:  # an empty response comes back without blocks
                 calls = [call_of(one.id, one.name, one.input.get(_MALFORMED, one.input)) for one in turn.content if one.type == "tool_use"]
                 text = "\n".join(one.text for one in turn.content if one.type == "text")
                 thoughts = "\n".join(one.thinking for one in turn.content if one.type == "thinking")
@@ -67,19 +67,21 @@ class Messages(ApiRequest):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             given = {_MALFORMED: arguments} if isinstance(arguments, str) else arguments
             content.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+        stop = reply.stop_sequence if reply.finish_reason == "stop" else None
+        reasons = {"stop": "stop_sequence" if stop else "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
         return {
             "id": f"msg_{uuid4().hex}",
             "type": "message",
             "role": "assistant",
             "model": self.model,
             "content": content,
-            "stop_reason": {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[reply.finish_reason],
-            "stop_sequence": None,
+            "stop_reason": reasons[reply.finish_reason],
+            "stop_sequence": stop,
             "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens},
         }
 
     def events(self, response: Json) -> Iterator[Json]:
-        yield {"type": "message_start", "message": {**response, "content": [], "stop_reason": None}}
+        yield {"type": "message_start", "message": {**response, "content": [], "stop_reason": None, "stop_sequence": None}}
         for number, block in enumerate(response["content"]):
             key = "input" if block["type"] == "tool_use" else block["type"]
             delta = {"type": f"{key}_delta", key: block[key]}
@@ -88,6 +90,6 @@ class Messages(ApiRequest):
             yield {"type": "content_block_start", "index": number, "content_block": {**block, key: type(block[key])()}}
             yield {"type": "content_block_delta", "index": number, "delta": delta}
             yield {"type": "content_block_stop", "index": number}
-        ended = {"stop_reason": response["stop_reason"], "stop_sequence": None}
+        ended = {"stop_reason": response["stop_reason"], "stop_sequence": response["stop_sequence"]}
         yield {"type": "message_delta", "delta": ended, "usage": response["usage"]}
         yield {"type": "message_stop"}

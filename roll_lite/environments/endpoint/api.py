@@ -53,6 +53,8 @@ class ChatReply(NamedTuple):
     finish_reason: Literal["stop", "length", "tool_calls"]
     prompt_tokens: int
     completion_tokens: int
+    stop_sequence: str | None = None
+    """The request's stop string that ended the response."""
 
 
 class Session(Protocol):
@@ -67,7 +69,7 @@ def as_sent(reply: ChatReply) -> ChatReply:
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
-            calls.append(call_of(call["id"], name, call.get("text", call["function"]["arguments"])))
+            calls.append(call_of(call["id"], name, _parsed(call.get("text", call["function"]["arguments"]))))
         else:
             texts.append(call["text"])
     reason = reply.finish_reason

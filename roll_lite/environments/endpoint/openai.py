@@ -117,7 +117,7 @@ class Responses(ApiRequest):
         self._kept[response_id] = [*self._conversation, message]
         if thoughts := message.get("reasoning_content"):
             output.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thoughts}]})
-        if message["content"]:
+        if message["content"] or not (thoughts or message.get("tool_calls")):  # the client repeats an empty response too
             part = {"type": "output_text", "text": message["content"], "annotations": []}
             output.append({"type": "message", "role": "assistant", "content": [part]})
         for call in message.get("tool_calls", ()):

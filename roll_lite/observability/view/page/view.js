@@ -217,9 +217,10 @@ const pairs_ = entries => entries.filter(([, value]) => value !== null && value 
 const versions = record => [...new Set((record.versions || []).map(([, version]) => version))].join(", ");
 
 function turns(episode) {
-  let answered = 0;
+  let turn = (episode.rewards?.length ?? 0) - episode.messages.filter(message => message.role === "assistant").length;  // the prompt may contain assistant messages
+  const reward = () => { const own = episode.branches?.length ? undefined : episode.rewards?.[turn]; turn += 1; return own === undefined ? "" : ` · reward ${number(own)}`; };
   return episode.messages.map(message => h("div", { class: `turn ${["assistant", "tool"].includes(message.role) ? message.role : "other"}` },
-    h("b", {}, message.role, message.role === "assistant" && episode.rewards?.length ? ` · reward ${number(episode.rewards[answered++])}` : ""),
+    h("b", {}, message.role, message.role === "assistant" && reward()),
     message.content && h("div", { class: "text" }, typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 1)),
     (message.tool_calls || []).map(call => h("div", { class: "call text" }, `⚙ ${call.function?.name ?? call.name ?? "tool"} `, argument(call.function?.arguments ?? call.arguments ?? call)))));
 }
