@@ -161,7 +161,7 @@ class Turn(NamedTuple):
 
     request_id: str
     length: int = 0
-    """Number of new tokens; `versions` counts them from 0."""
+    """Number of new tokens, without resumed ones. Index 0 in `versions` is the first new token."""
     text: str = ""
     """Whole response, including resumed tokens; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None

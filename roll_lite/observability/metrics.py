@@ -41,10 +41,11 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value; for a mean, give the sum and the `count` of its items.
+        """Add a value; for a mean, add a sum over `count` items.
 
-        `label`: domain, phase or role, whichever the metric's `by` names; ALL_DOMAINS: all domains. `part`: a reward term or subset of the
-        domain's samples, not counted in the domain's value, which needs its own call.
+        `label`: name of the domain, phase or role that the value belongs to (`Metric.by` says which kind); ALL_DOMAINS: a value over all
+        domains. `part`: reward term or subset of the domain's samples; kept as a separate metric, so add the domain's own value in another
+        call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":

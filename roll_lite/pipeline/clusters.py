@@ -225,8 +225,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load parts of a role for the duration of the block. `also_loaded`: roles to load too; callers offload these, except after a
-    failure."""
+    """Load `parts` of a role's state for the block, then offload them; roles that do not offload stay loaded. `also_loaded`: further roles
+    to load, with their parts; the caller offloads them. After an exception, this function starts to offload all of them."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield

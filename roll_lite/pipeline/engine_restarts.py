@@ -110,7 +110,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the rollout service's cause or else the driver's."""
+        """Report each lost engine once. The cause is the one that the rollout service saw; if it saw none, the driver's."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -157,7 +157,7 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Call `take` and return the living engines. If none is left, wait for a replacement."""
+        """Admit started replacements (`take`), then return the living engines. If there are none, wait for a replacement."""
         self.take(parts)
         if not self.replicas.left and self._waiting:
             self._journal.console.message("no engine is left; the run waits until one has devices")

@@ -1,7 +1,8 @@
-"""Recover after the loss of a training rank or of the rollout service.
+"""Recover from the loss of a training rank or of the rollout service.
 
-Training roles restart from the newest checkpoint or in-memory copy, and repeat updates on batches kept by the driver. The service restarts
-in its state after the last step, without kept batches: if an update was in progress, the run repeats all steps since the checkpoint.
+Training roles restart from the newest checkpoint or in-memory copy, and repeat the updates since then on batches kept by the driver. The
+service restarts in its state after the last step; the kept batches' tokens are lost with it. So if weights were being updated, or a
+training rank is lost too, the run goes back to that checkpoint or copy and repeats whole steps.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Recovery:
         self._rewinds = False
         """True while the run goes back to repeat whole steps."""
         self._validation: int | None = None
-        """Step of a validation that was lost with the service, until it runs again."""
+        """Step whose validation was lost with the rollout service and must be started again; else None."""
 
     def begin(self, state: dict[str, Any]) -> None:
         self._start = self.reached = _saved(state)

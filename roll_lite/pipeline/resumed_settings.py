@@ -93,7 +93,8 @@ def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:
-    """Return changes that prevent resuming. `is_trained`: the run trains its actor, so adapters matter."""
+    """Return the changes that prevent resuming. `is_trained`: the run trains its actor; otherwise changes of its LoRA settings are
+    allowed."""
     found = [change for change in changes(before, now) if change.effect is Effect.REFUSED and change.before != ABSENT]
     return [change for change in found if is_trained or not change.path.startswith("actor_train.")]
 

@@ -156,7 +156,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. Raise the loss of a training rank at once; if engines offload, only when they are done."""
+        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once, or, if engines offload, once the
+        batch or validation is done."""
         lost: RankFailed | None = None
         while True:
             try:

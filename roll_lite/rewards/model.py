@@ -61,8 +61,8 @@ class ModelReward(RewardType):
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a data column.
     `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
     question: Annotated[str, AfterValidator(_is_text)] = QUESTION
-    """User's message for `template: chat`, with the same placeholders. A single placeholder for a list of chat messages puts all of them
-    before the response."""
+    """User's message for `template: chat`, with the same placeholders. If it is only a placeholder whose value is a list of chat messages,
+    these messages are used as they are and the response follows them."""
     scale: Literal["none", "sigmoid"] = "none"
     """none: the score is the model's output. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0

@@ -176,7 +176,8 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
-    """Yield (place, line) for this domain's lines of the file, without failed samples; ValueError for an invalid line."""
+    """Yield the domain's records as (place, record); `place`: file and line, for messages. Skip samples whose generation failed. ValueError
+    for an invalid record."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):

@@ -54,7 +54,8 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Take a sample; return the name of an exceeded limit, or "". `first`: pid of the program's first process."""
+        """Measure the program's resource use now; return the name of an exceeded limit, or "". `members`: pids of all its processes;
+        `first`: pid of the first."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now

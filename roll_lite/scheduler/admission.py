@@ -65,7 +65,8 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until they reach the router, in the next turn of the event loop."""
+        """Count a new group's requests as load until the event loop's next turn. By then they have reached the router, which counts them
+        itself."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)

@@ -141,7 +141,8 @@ class DomainScheduler:
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
         """Why each of the latest groups was lost; None if it was not. Stale groups are left out."""
         self._given_up = 0
-        """Filtered groups that are not replaced, so that the next batch may be smaller."""
+        """Number of filtered groups not replaced because the batch's tries were used up (`when_short: continue`). The batch may be smaller
+        by that many."""
         self._tries_left = 0
         self._waits_for: int | None = None
         """Number of a running group that the batch waits for: it would be too old for the next batch."""

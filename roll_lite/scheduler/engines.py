@@ -60,7 +60,7 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Token blocks (tables of samples' tokens) still to fetch."""
+    """Number of blocks of tokens that the engine holds ready for the next calls. A block is a table with the tokens of several samples."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
 

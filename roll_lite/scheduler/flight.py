@@ -172,7 +172,8 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, including pieces from the present engine; its `tokens` refer only to tokens from earlier engines."""
+        """Response so far, including what the present engine has generated. Exception: its field `tokens` covers only what earlier engines
+        generated (None if nothing), because the present engine's tokens are not yet joined to it."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -233,7 +234,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its timeout is up. Time counts from the start in the engine; before that, only while the engine is idle."""
+        """Abort the request if its timeout is up, else check again later. Time counts while engines generate its response. Until the
+        present engine starts on it, time counts only while that engine generates nothing at all."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

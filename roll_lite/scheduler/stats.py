@@ -96,7 +96,8 @@ class RunTotals:
         ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Rows: name of a sum in checkpoints, summed field of DomainStats, field for the domain's share."""
+    """One row per sum over the run: its name in checkpoints, the field of DomainStats that is added to it, and the field that receives the
+    domain's share of it."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)

@@ -65,10 +65,10 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """Return the state to save of a sample whose first response is still being generated.
+        """Return the checkpoint state of a sample whose first response is still being generated.
 
-        `first`: original request. `request`: the one now at the engine, which may continue an interrupted response. `so_far`: response so
-        far. `parts`: its pieces from the present engine.
+        `first`: original request. `request`: current one; after an interruption, it continues the response. `so_far`: whole response so
+        far, but in its field `tokens` only what was generated before `request`. `parts`: pieces of the response generated for `request`.
         """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)

@@ -44,7 +44,7 @@ class Step:
     tokens: int
     response_tokens: int
     work_s: float
-    """Engine seconds that the step's responses would cost if all request slots were always in use."""
+    """Seconds that one engine would need for the step's responses if it always ran full batches and prefilled each group's prompt once."""
     samples: int
     groups: dict[str, int]
     staleness: float

@@ -307,8 +307,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that the batch will surely contain, except groups `known`; empty if fewer than
-        `least`."""
+        """Return rows and tokens of finished groups already certain to be in the batch being collected. Groups in `known` are left out;
+        empty if fewer than `least` remain."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)

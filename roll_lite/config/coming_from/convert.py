@@ -226,8 +226,8 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and sums in shell text. Variables that the script does not set become ${oc.env:NAME} or their default, other
-    expansions $(...)."""
+    """Expand variables and arithmetic, $((...)), in shell text. A variable that the script does not set becomes its default or else
+    ${oc.env:NAME}. What cannot be evaluated (such as commands) becomes the text "$(...)"; $@ becomes empty."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

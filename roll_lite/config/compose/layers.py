@@ -30,7 +30,7 @@ class Composed:
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of unresolvable values; the root if a file is unreadable."""
+    """Keys, as tuples (key, key, ...), whose values are missing or could not be read or resolved; () if a file could not be read."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Values from environment variables, by path: (text in the file, value)."""

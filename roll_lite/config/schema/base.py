@@ -105,7 +105,8 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Return what the section's rules find. A rule stops at an invalid field; others still run."""
+        """Return (field, message) of each mistake found by the section's rules. A rule that reads an invalid field ends there; its earlier
+        findings count, and other rules still run."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

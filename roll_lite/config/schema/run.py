@@ -158,9 +158,9 @@ class LimitsConfig(Section):
     generate: TimeLimit = 14400.0
     """Generation of a batch (one response: rollout.request_timeout_s)."""
     log_probs: TimeLimit = 7200.0
-    """A step's log-probs and values."""
+    """Computation of a step's log-probs and values."""
     advantages: TimeLimit = 3600.0
-    """A step's rewards, KL and advantages."""
+    """Computation of a step's rewards, KL and advantages."""
     train: TimeLimit = 14400.0
     """All optimizer steps on one batch."""
     validation: TimeLimit = 14400.0
@@ -263,7 +263,7 @@ class RunConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     """Validation on held-out prompts."""
     batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
-    """Training data of each batch, saved for recomputation."""
+    """Saved tokens, log-probs and advantages of each step, to recompute its losses and weights later."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)

@@ -27,7 +27,7 @@ class SimulatedEngineConfig(Section):
     node_failures_per_day: NonNegativeFloat = 0.0
     """Mean crashes per node and day; all its engines are lost."""
     engines_per_node: PositiveInt = 1
-    """Engines per node, for node_failures_per_day and leave_s."""
+    """Engines on each node, which are lost together (`node_failures_per_day`) or drained together (`leave_s`)."""
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
     """Seconds after the start at which further engines join."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)

@@ -98,7 +98,8 @@ class ExportedSegment(GpuSegment):
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Allocate GPU memory that CUDA IPC can export; expandable segments would need the permission to read another process's files."""
+    """Turn the allocator's expandable segments off in this context, so that CUDA IPC can export memory allocated in it. Sharing an
+    expandable segment needs permission to copy another process's file descriptors."""
     settings = torch._C._accelerator_getAllocatorSettings()
     fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
     if fixed == settings:

@@ -11,7 +11,8 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key for a malformed call's text, since `input` must be an object; recommended by Anthropic's documentation."""
+"""Key in a tool call's `input` (an object) under which arguments that are not valid JSON are sent as text, as Anthropic's documentation
+recommends."""
 
 
 class _ThreadError(ValueError):

@@ -52,7 +52,7 @@ COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
 PARTS = "(SELECT *, unnest(parts) AS part FROM samples)"
-"""Samples, once for each part of their domain under which they are reported."""
+"""Samples, one row for each of their `parts` (values of `report_by` columns, such as `level:3`)."""
 SPANS = """
     SELECT domain, "group", "index", asked_at, generated_at, scored_at, response_tokens, score
     FROM samples WHERE kind = 'step' AND step = ? ORDER BY asked_at, "group", "index" """

@@ -120,8 +120,8 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Return copies of the source, each with one call appended that the data set leaves to its test harness; only the source if no call is
-    missing."""
+    """Append the calls that run the tests, such as `check(f)` or `test_sum()`, if the source lacks them. Return one copy of the source per
+    missing call; only the source if none is missing."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -1,6 +1,7 @@
 """LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-A fused layer's projections (q, k, v) without an adapter get zeros, because an engine may track adapters per layer."""
+If only some projections of a fused layer (q, k, v) have adapters, the others get zero matrices, because an engine may know only whole
+layers as adapted or not."""
 
 from __future__ import annotations
 

@@ -118,7 +118,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Start a thread that calls `act` once process `pid` has ended, and removes the engine's scratch folder if the host has ended."""
+    """Start a thread that waits until process `pid` has ended, removes the engine's scratch folder if the hosting process has ended, then
+    calls `act`."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:

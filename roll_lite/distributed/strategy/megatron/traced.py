@@ -47,11 +47,11 @@ class RankMemory:
     kept: int = 0
     """Activations kept from forward to backward."""
     training: int = 0
-    """Peak in forward and backward, beyond the state."""
+    """Peak in forward and backward, on top of weights, gradients and optimizer state."""
     update: int = 0
-    """Peak in the optimizer step, beyond the state."""
+    """Peak in the optimizer step, on top of weights, gradients and optimizer state."""
     forward: int = 0
-    """Peak in a pass without gradients, beyond the state."""
+    """Peak in a pass without gradients, on top of weights, gradients and optimizer state."""
     inputs: int = 0
     """Token ids, masks and columns of one micro-batch; a pass holds the inputs of all its micro-batches."""
     kv_cache: int = 0
