@@ -65,7 +65,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     meant = named or config_notation(path).partition("?")[0]
-    for name in [PurePath(meant).name, *([configuration] if named is None and str(path) == LEFT_OUT else [])]:
+    for name in [PurePath(meant).name, *([configuration] if named is None and path.name == LEFT_OUT else [])]:
         found = [one for one in table if _letters(name).startswith(_letters(one.partition("/")[2]))]
         if found:
             return of_config(max(found, key=len), table[max(found, key=len)])

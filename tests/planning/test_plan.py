@@ -207,7 +207,8 @@ def test_models_are_found_by_name(tmp_path: Path) -> None:
     assert find(Path("/models/Qwen2.5-7B-Instruct"), "mine", None).name == "Qwen/Qwen2.5-7B"
     with pytest.raises(ValueError, match="no config.json there"):
         find(Path("/models/Qwen2.5-14B"), "qwen2.5_7b_grpo", None)
-    assert find(Path("???"), "llama3.1_8b_ppo", None).name == "meta-llama/Llama-3.1-8B"
+    of_config = config("llama3.1_8b_ppo").model.path
+    assert find(of_config, "llama3.1_8b_ppo", None).name == "meta-llama/Llama-3.1-8B"
     assert find(Path("???"), "mine", "Qwen3-30B-A3B").name == "Qwen/Qwen3-30B-A3B"
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     assert find(tmp_path, "qwen2.5_7b_grpo", None).hf.hidden == 64
