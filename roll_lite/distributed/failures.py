@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Hashable
 from pathlib import Path
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -10,6 +12,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from roll_lite.files import first_line
 
 LOG_LINES = 15
+BUDGET_SECONDS = 3600.0
+"""Seconds within which something may restart a number of times."""
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -31,6 +35,30 @@ class RankFailed(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
+
+    def final(self, restarts: int, setting: str) -> RankFailed:
+        """Return the failure that ends the run after so many restarts."""
+        first, _, rest = self.cause.partition("\n")
+        why = f"after {restarts} restarts within an hour, {setting}"
+        final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
+        final.where = self.where
+        return final
+
+
+class RestartBudget:
+    """Counts restarts, of which each name has so many within BUDGET_SECONDS."""
+
+    def __init__(self) -> None:
+        self._times: dict[Hashable, list[float]] = {}
+
+    def allows(self, name: Hashable, restarts: int) -> bool:
+        """Count a restart, unless it is one too many."""
+        now = time.monotonic()
+        times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
+        if len(times) >= restarts:
+            return False
+        times.append(now)
+        return True
 
 
 class MemberLost(Exception):

@@ -233,8 +233,8 @@ class Starter:
             )
             settings = config.weight_sync.model_copy(update={"verify": verification(config)})
             weights = WeightSync(models.actor, restarts, rollouts, settings, *sizes)
-        prompts = config.rollout.prompts_per_step
-        return LiveRollouts(engines, restarts, rollouts, self.reward_models(), self.judges(), prompts, journal, weights)
+        prompts, judge_restarts = config.rollout.prompts_per_step, {name: judge.restarts for name, judge in config.judges.items()}
+        return LiveRollouts(engines, restarts, rollouts, self.reward_models(), self.judges(), judge_restarts, prompts, journal, weights)
 
     def models(self) -> Models:
         config = self.config

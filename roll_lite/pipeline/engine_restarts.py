@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from roll_lite.distributed.cluster import Cluster
-from roll_lite.distributed.failures import MemberLost, cause_of
+from roll_lite.distributed.failures import BUDGET_SECONDS, MemberLost, RestartBudget, cause_of
 from roll_lite.distributed.pending import pause
 from roll_lite.distributed.place import Place
 from roll_lite.distributed.placement import draining_nodes
@@ -26,8 +26,6 @@ from roll_lite.workers.rollout import RolloutWorker
 
 DRAIN_SECONDS = 3.0
 """Seconds between queries to Ray for draining nodes."""
-BUDGET_SECONDS = 3600.0
-"""Seconds within which an engine may restart `actor_infer.restarts` times."""
 
 
 @dataclass
@@ -78,7 +76,7 @@ class EngineRestarts:
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
-        self._restarted: dict[int, list[float]] = {}
+        self._budget = RestartBudget()
 
     def begin(self) -> None:
         """Start replacing lost engines. A loss before this call ends the run."""
@@ -206,17 +204,14 @@ class EngineRestarts:
 
     def _restart(self, engine: int, cause: str) -> None:
         self._starts.pop(engine, None)
-        now = time.monotonic()
-        times = self._restarted[engine] = [at for at in self._restarted.get(engine, []) if now - at < BUDGET_SECONDS]
-        if len(times) < self._restarts:
-            times.append(now)
+        if self._budget.allows(engine, self._restarts):
             self._start(engine, self._group.restart(engine))
             return
         why = f"{cause.splitlines()[0]} (after {self._restarts} restarts within an hour, actor_infer.restarts)"
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)  # the node may be at fault, and other engines may need the devices
             self._waiting.add(engine)
-            self._rests_until[engine] = now + BUDGET_SECONDS
+            self._rests_until[engine] = time.monotonic() + BUDGET_SECONDS
             self._journal.console.message(f"actor_infer[{engine}] is tried again in an hour: {why}")
         else:
             self._group.replaceable.discard(engine)

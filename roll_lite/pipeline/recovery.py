@@ -1,4 +1,4 @@
-"""Recover from the loss of a training rank or of the rollout service.
+"""Recover from the loss of a training rank, of the rollout service or of a judge.
 
 Training roles restart from the newest checkpoint or in-memory copy, and repeat the updates since then on batches kept by the driver. The
 service restarts in its state after the last step; the kept batches' tokens are lost with it. So if weights were being updated, or a
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.distributed.failures import RankFailed
+from roll_lite.distributed.failures import RankFailed, RestartBudget
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.pipeline.checkpoint import Checkpoints
@@ -28,8 +28,6 @@ from roll_lite.pipeline.sources import BatchSource, Validations
 from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
-BUDGET_SECONDS = 3600.0
-"""Seconds within which a role may restart `restarts` times."""
 BYTES_PER_TOKEN = 32
 """Estimated object store bytes per token, with its log-prob and masks."""
 STORE_SHARE = 0.5
@@ -62,7 +60,7 @@ class Recovery:
         self._checkpoints = checkpoints
         self._journal = journal
         self._batches: dict[int, RolloutBatch] = {}
-        self._restarted: dict[str, list[float]] = {}
+        self._restarts = RestartBudget()
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
@@ -94,10 +92,10 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark weights as unknown until `step_is_done`. Inside the block, the rollout service's death is ignored, so that the update
-        completes."""
+        """Mark weights as unknown until `step_is_done`. Inside the block, the deaths of the rollout service and of judges are ignored, so
+        that the update completes."""
         self._weights_are_known = False
-        with WATCHDOG.uninterrupted(), WATCH.overlooking(SERVICES):
+        with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield
 
     def step_is_done(self, state: dict[str, Any]) -> None:
@@ -105,7 +103,7 @@ class Recovery:
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Do the work; after the loss of a training rank or the rollout service, recover and repeat it."""
+        """Do the work; after the loss of a training rank, the rollout service or a judge, recover and repeat it."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -115,7 +113,8 @@ class Recovery:
                 work()
                 return
             except RankFailed as error:
-                self._require_restart(error)
+                if error.role not in self._source.judge_roles or not error.retryable:
+                    self._require_restart(error)
                 losses.append(error)
             except DamagedCheckpoint as error:
                 if not losses:  # raised by the work itself, which loads no checkpoint
@@ -126,11 +125,8 @@ class Recovery:
         setting, allowed = self._allowed(failure.role)
         if not failure.retryable or allowed == 0:
             raise failure
-        now = time.monotonic()
-        times = self._restarted[failure.role] = [at for at in self._restarted.get(failure.role, []) if now - at < BUDGET_SECONDS]
-        if len(times) == allowed:
-            raise _final(failure, f"after {len(times)} restarts within an hour, {setting}")
-        times.append(now)
+        if not self._restarts.allows(failure.role, allowed):
+            raise failure.final(allowed, setting)
 
     def _allowed(self, role: str) -> tuple[str, int]:
         if role in SERVICES:
@@ -158,6 +154,8 @@ class Recovery:
                 self._rewinds = self._service_is_lost = True
             self._journal.rank_lost(failure, since, reached, "steps" if self._rewinds else "the updates of steps", 0 < copied == since)
             self._weights_are_known = not goes_back
+            for loss in losses:
+                self._source.restart_judge(loss)
             pipeline.early.forget()
             self._restart_models([*trained, *(model for model in lost if model not in trained)] if goes_back else lost, goes_back)
             driver = self.reached
@@ -198,13 +196,6 @@ class Recovery:
             pipeline.begin_validation(self._validation)
         self._rewinds = self._service_is_lost = False
         self._validation = None
-
-
-def _final(failure: RankFailed, why: str) -> RankFailed:
-    first, _, rest = failure.cause.partition("\n")
-    final = RankFailed(failure.role, failure.rank, failure.phase, f"{first} ({why})\n{rest}".rstrip())
-    final.where = failure.where
-    return final
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
-from roll_lite.distributed.failures import RankFailed
+from roll_lite.distributed.failures import RankFailed, RestartBudget
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed
 from roll_lite.pipeline.clusters import Engines, RewardModels, states
@@ -60,6 +61,14 @@ class BatchSource(ABC):
     def finish_validation(self, validation: Pending[HeldOut], version: int) -> HeldOut:
         return validation.result()
 
+    @property
+    def judge_roles(self) -> Collection[str]:
+        return ()
+
+    def restart_judge(self, failure: RankFailed) -> bool:
+        """Restart a judge that was lost. Return False for the failure of another role."""
+        return False
+
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
         """Prepare for new training ranks: engines leave shared devices, and receive all weights again."""
 
@@ -88,16 +97,24 @@ class LiveRollouts(BatchSource):
     reward_models: RewardModels
     judges: Mapping[str, Cluster[JudgeWorker]]
     """Judges by name; these references keep their Ray actors alive."""
+    judge_restarts: Mapping[str, int]
+    """Maximum restarts per hour of a judge, by name."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
     """Weight updates of the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
     """Call that generates the next batch; continues while training ranks are replaced."""
+    _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
+    """Addresses of the judges' servers, by name and rank."""
+    _restarts: RestartBudget = field(default_factory=RestartBudget)
+    _lost_judges: dict[str, float] = field(default_factory=dict)
+    """Judges that are lost and do not serve again yet, with the time of the loss."""
 
     def prepare_service(self) -> Pending[None]:
         """Wait until the rollout service has read data and tested rewards. Return the pending call that starts it."""
-        addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in self.judges.items()}
+        self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
+        addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
         self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
@@ -111,6 +128,26 @@ class LiveRollouts(BatchSource):
         self.rollouts.one(RolloutWorker.load_state_dict, state)
         if self.weights is not None:
             self.weights.service_restarted()
+
+    @property
+    def judge_roles(self) -> Collection[str]:
+        return [servers.name for servers in self.judges.values()]
+
+    def restart_judge(self, failure: RankFailed) -> bool:
+        """Start lost judges again, at their old addresses. Samples that they should score meanwhile are tried again by their rewards."""
+        found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
+        for name in found:
+            if not self._restarts.allows(name, self.judge_restarts[name]):
+                raise failure.final(self.judge_restarts[name], f"{failure.role}.restarts")
+            cause = failure.cause.splitlines()[0]
+            self.journal.console.message(f"{failure.role} rank {failure.rank}{failure.where} is lost and starts again: {cause}")
+            self._lost_judges[name] = time.monotonic()
+        for name, since in list(self._lost_judges.items()):
+            self.judges[name].rebuild()
+            self.judges[name].all(JudgeWorker.initialize, self._addresses[name])
+            del self._lost_judges[name]
+            self.journal.console.message(f"judges.{name} is back, {time.monotonic() - since:.0f} s after its loss")
+        return bool(found)
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         if phase is Phase.SYNC_WEIGHTS:
@@ -163,6 +200,8 @@ class LiveRollouts(BatchSource):
             try:
                 result = self._shown(rollouts, label, poll, held_out)
             except RankFailed as failure:
+                if self.restart_judge(failure):
+                    continue
                 if failure.role == self.rollouts.name and failure.retryable:
                     self.engines.replicas.each(InferWorker.forget_requests)  # engines on shared devices are offloaded next
                 if lost is not None or not self.engines.offloads or failure.role in (self.rollouts.name, self.engines.replicas.name):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ HEALTH_SECONDS = 5.0
 """Interval and timeout of health checks, in seconds."""
 SILENCE_SECONDS = 120.0
 """Seconds without an answer after which a server counts as hanging."""
+PORT_SECONDS = 30.0
+"""Time in which the server of a lost worker must give its port back."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,23 @@ class JudgeServer:
     @property
     def address(self) -> JudgeAddress:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
+
+    async def take_over(self, address: JudgeAddress) -> None:
+        """Serve at the address of a lost worker's server, which rewards know."""
+        host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
+        if host != self._host:
+            raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")
+        self._held.close()
+        end = time.monotonic() + PORT_SECONDS
+        while True:
+            try:
+                self._held = reserve_port(host, int(port))
+                break
+            except OSError as error:  # the lost worker's server ends within seconds
+                if time.monotonic() > end:
+                    raise MemberLost(f"{self.name} cannot have its port {port} again: {error}") from None
+            await asyncio.sleep(POLL_SECONDS)
+        self._port = int(port)
 
     async def start(self) -> None:
         import torch
@@ -134,7 +154,10 @@ class JudgeWorker(AsyncWorker):
     async def address(self) -> JudgeAddress:
         return self._server.address
 
-    async def initialize(self) -> None:
+    async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
+        """Start the server. `before`: addresses of a lost cluster, by rank, which its successor keeps."""
+        if before is not None:
+            await self._server.take_over(before[self.rank])
         await self._fleet.start()
 
     async def restarts(self) -> int:

@@ -38,6 +38,24 @@ def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> N
         assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+def test_a_judge_whose_worker_is_killed_starts_again_at_its_address_and_no_sample_is_lost(tmp_path: Path) -> None:
+    rewards = [f"domains.{name}.reward={{name: judge, args: {ARGS}, timeout_s: 60, retries: 5}}" for name in ("add", "repeat")]
+    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=4", JUDGE, *rewards, environment={"JUDGE_KEY": KEY}) as run:
+        run.wait_for_step(1)
+        (server,) = (one for one in run.tree() if is_server(one))
+        (worker,) = (one for one in server.parents() if "JudgeWorker" in one.name() or "JudgeWorker" in " ".join(one.cmdline()))
+        worker.kill()
+        code, output = run.finish(500)
+    assert code == 0, output
+    told = output.replace("\n", " ")
+    assert "judges.main rank 0 is lost and starts again" in told and "judges.main is back" in told, output
+    assert [record["rollout/failed"] for record in run.metrics() if "rollout/failed" in record] == [0] * 4
+    assert not server.is_running()
+
+
 def is_server(process: psutil.Process) -> bool:
     try:
         command = process.cmdline()

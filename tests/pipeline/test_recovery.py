@@ -59,6 +59,8 @@ class Pipeline:
             trainer_lost=story.tells("trainer lost"),
             state_dict=lambda: {"batches": 0},
             restart=lambda state: story.append(f"service after {state['batches']}"),
+            judge_roles=["judges.main"],
+            restart_judge=lambda failure: story.append(f"judge {failure.role}") if failure.role == "judges.main" else None,
         )
         journal = SimpleNamespace(
             timers=SimpleNamespace(phase=self._phase),
@@ -193,6 +195,15 @@ def test_a_reference_that_follows_nobody_starts_again_alone_unless_updates_have_
         *("reference lost, 0 to 2", "rebuild actor_train", "rebuild critic", "rebuild reference", "trainer lost"),
         *("load 0", "restore 0", "repeat 1 on 1", "repeat 2 on 2", "returned", "train 3"),
     ]
+
+
+def test_a_judge_starts_again_alone_and_the_step_is_repeated() -> None:
+    pipeline = Pipeline()
+    pipeline.fails = {"before training 2": [lost("judges.main")]}
+    assert pipeline.run(2)[3:] == ["judges.main lost, 1 to 1", "judge judges.main", "restore 1", "returned", "train 2"]
+    pipeline.fails = {"before training 3": [lost("judges.main", retryable=False)]}
+    with pytest.raises(RankFailed, match="its process died"):
+        pipeline.run(3)
 
 
 def test_a_rank_that_is_lost_during_recovery_begins_it_again() -> None:

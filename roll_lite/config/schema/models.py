@@ -398,7 +398,7 @@ class JudgeServerConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     """Seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of each server; then the run fails."""
+    """Maximum restarts of each server, and of the worker beside it within an hour; then the run fails."""
 
     @rule
     def _no_speculation(self) -> Mistakes:
