@@ -175,7 +175,7 @@ class Audit:
             total["turns"] += len(turns)
             self.sample(line, index, turns, failed)
 
-    def sample(self, line: Line, index: int, turns: list[list[int | None]], failed: dict[int, str]) -> None:
+    def sample(self, line: Line, index: int, turns: list[list[Any]], failed: dict[int, str]) -> None:
         number, domain = line["group"], line["domain"]
         name = f"sample {index} of group {number} ({domain})"
         if index in failed:

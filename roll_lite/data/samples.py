@@ -169,7 +169,8 @@ class Turn(NamedTuple):
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
-    engine: int | None = None
+    engines: tuple[int, ...] = ()
+    """Engines that sampled the response, in this order."""
     ids: bytes = b""
     """int32 token ids of the response, if requested."""
     drafted: int = 0
@@ -186,7 +187,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
         length=before.length + turn.length,
         versions=merged(*before.versions, *shifted),
         cached_tokens=before.cached_tokens,
-        engine=turn.engine if turn.engine == before.engine else None,
+        engines=(*before.engines, *(engine for engine in turn.engines if before.engines[-1:] != (engine,))),
         ids=before.ids + turn.ids,
     )
 
@@ -205,7 +206,7 @@ class Segment:
     length: int
     versions: tuple[VersionSpan, ...] = ()
     """Spans counted from the segment's first token."""
-    engine: int | None = None
+    engines: tuple[int, ...] = ()
     turn: int | None = None
     """Index of the response in its sample."""
 
@@ -258,7 +259,7 @@ class Branch:
     @property
     def engine(self) -> int | None:
         """Engine that sampled all responses of the row; None if several did."""
-        engines = {segment.engine for segment in self.segments if segment.author is Author.POLICY}
+        engines = {engine for segment in self.segments for engine in segment.engines}
         return engines.pop() if len(engines) == 1 else None
 
 

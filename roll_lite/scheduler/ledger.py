@@ -37,14 +37,14 @@ def group_line(
         line["continues"] = continues
     if group is None:
         return line
-    turns: list[list[list[int | None]]] = []  # engine (None if several took part), first and last version, by sample and turn
+    turns: list[list[list[int | list[int] | None]]] = []  # engine, first and last version, by sample and turn
     scores: list[float | None] = []
     line |= {"turns": turns, "scores": scores}
     for sample in (*group.samples, group.baseline):
         if sample is None:
             continue
         parts = [part for row in sample.transcript.rows for part in row.segments if part.versions]
-        turns.append([[part.engine, part.versions[0][1], part.versions[-1][1]] for part in parts])
+        turns.append([[_engine(part.engines), part.versions[0][1], part.versions[-1][1]] for part in parts])
         scores.append(None if sample.score is None else sample.score.value)
         if sample.outcome is SampleOutcome.FAILED:
             line.setdefault("failed", {})[sample.id.index] = _short(sample.failure or "unknown")
@@ -53,6 +53,10 @@ def group_line(
     if group.baseline is not None:
         line["baseline"] = len(group.samples)
     return line
+
+
+def _engine(engines: tuple[int, ...]) -> int | list[int] | None:
+    return engines[0] if len(engines) == 1 else list(engines) or None
 
 
 def _short(cause: str) -> str:

@@ -54,7 +54,7 @@ class _Row:
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
             self.segments += (Segment(author, tokens),)
-        self.segments += (Segment(Author.POLICY, turn.length, turn.versions, turn.engine, number),)
+        self.segments += (Segment(Author.POLICY, turn.length, turn.versions, turn.engines, number),)
         self.length += tokens + turn.length
         self.tokens, self.last, self.free = turn.tokens, number, True
 

@@ -47,7 +47,7 @@ class SavedSample:
         if self.outcome is not None or self.transcript.finish_reason is not FinishReason.ABORT:
             return None
         last, text, tokens = self.transcript.segments[-1], self.transcript.text, self.transcript.tokens
-        return Turn("", last.length, text, FinishReason.ABORT, last.versions, tokens=tokens, engine=last.engine)
+        return Turn("", last.length, text, FinishReason.ABORT, last.versions, tokens=tokens, engines=last.engines)
 
 
 SavedGroups = Mapping[int, Mapping[int, SavedSample]]
@@ -70,7 +70,7 @@ class Unfinished(NamedTuple):
         `first`: original request. `request`: current one; after an interruption, it continues the response. `so_far`: whole response so
         far, but in its field `tokens` only what was generated before `request`. `parts`: pieces of the response generated for `request`.
         """
-        segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engine)
+        segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]
         return Unfinished(SavedSample(attempt, transcript), request, rows)

@@ -191,7 +191,7 @@ class CompletionPump:
             completion.error,
             completion.cached_tokens,
             tokens,
-            self._engine,
+            () if self._engine is None else (self._engine,),
             np.array(completion.token_ids, np.int32).tobytes() if completion.request_id in self._wanted else b"",
             completion.drafted,
             completion.accepted,

@@ -214,7 +214,7 @@ def test_every_kind_of_sample_is_the_same_when_read_back() -> None:
     )
 
     def transcript(row: int, length: int, reason: FinishReason) -> Transcript:
-        segments = Segment(Author.PROMPT, 1), Segment(Author.POLICY, length, (VersionSpan(0, 3), VersionSpan(1, 4)), engine=2)
+        segments = Segment(Author.PROMPT, 1), Segment(Author.POLICY, length, (VersionSpan(0, 3), VersionSpan(1, 4)), engines=(2, 0))
         return Transcript(segments, TokenRow(block, row, 1 + length), "half a pair \ud83d", reason)
 
     score = Score(0.5, True, {"a": 1.5, "b": "text"}, None, "41", {"terms": 0.25})

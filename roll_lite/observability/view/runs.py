@@ -132,7 +132,8 @@ class Run:
     def timeline(self, step: int) -> dict[str, Any]:
         """Return a step's phases, times of samples, each sample's first engine by group, and the run's processes."""
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
-        engines = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
+        of_samples = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
+        engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}
         processes = _json_file(self.folder / "processes.json") or []
         return {"phases": self.phases(step), "spans": self.index.spans(step), "engines": engines, "processes": processes}
 
