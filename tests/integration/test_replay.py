@@ -111,10 +111,10 @@ def test_a_resumed_run_goes_on_like_an_uninterrupted_one_though_one_before_it_wa
     latest.symlink_to(recorded)
     with Run(tmp_path, "tiny_grpo", *SMALL, f"checkpoint.resume={latest / 'checkpoints' / 'step_000001'}") as killed:
         while killed.folder == recorded:
-            assert killed.process.poll() is None, killed.process.communicate()[0]
+            assert killed.process.poll() is None, killed.finish()[1]
             time.sleep(0.05)
         killed.process.kill()
-        killed.process.communicate(timeout=30)
+        killed.finish(30)
     with Run(tmp_path, "tiny_grpo", *SMALL, f"checkpoint.resume={latest}") as again:
         code, output = again.finish()
     assert code == 0 and f"{again.folder.parent}" in output, output

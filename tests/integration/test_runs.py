@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -45,6 +46,14 @@ class Run:
             env=os.environ | (environment or {}),
             start_new_session=True,
         )
+        self._output: list[str] = []
+        self._reader = threading.Thread(target=self._read)  # a full pipe would stop the run
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            self._output.extend(lines)
 
     def __enter__(self) -> Self:
         return self
@@ -52,12 +61,14 @@ class Run:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.communicate(timeout=60)
+        self.finish(60)
 
     def finish(self, timeout: float = START_SECONDS) -> tuple[int, str]:
-        """Exit code and everything it said."""
-        output, _ = self.process.communicate(timeout=timeout)
-        return self.process.returncode, output
+        """Exit code and everything it said, once no process of the run is left to say more."""
+        self._reader.join(timeout)
+        if self._reader.is_alive():
+            raise subprocess.TimeoutExpired(self.process.args, timeout)
+        return self.process.wait(), "".join(self._output)
 
     @property
     def folder(self) -> Path:
@@ -76,7 +87,7 @@ class Run:
         deadline = time.monotonic() + START_SECONDS
         wanted = self.run_dir / "latest" / "samples" / f"step_{step:06d}.jsonl"
         while not wanted.exists():
-            assert self.process.poll() is None, f"the run ended early:\n{self.process.communicate()[0]}"
+            assert self.process.poll() is None, f"the run ended early:\n{self.finish()[1]}"
             assert time.monotonic() < deadline, f"no step {step} after {START_SECONDS} s"
             time.sleep(0.05)
 
@@ -559,7 +570,7 @@ def test_nothing_is_left_after_the_driver_was_killed(start: Any, tmp_path: Path)
     processes = run.tree()
     assert len(processes) > 5
     run.process.kill()
-    run.process.communicate(timeout=30)
+    run.finish(30)
     assert until_gone(processes, 60) == []
     traces.assert_nothing_shared()
     assert run.summary()["exit"] == "failed: the driver was killed"
@@ -587,7 +598,7 @@ def test_the_same_command_goes_on_after_its_driver_was_killed(tmp_path: Path) ->
         first.wait_for_step(5)
         folder, processes = first.folder, first.tree()
         first.process.kill()
-        first.process.communicate()
+        first.finish()
     assert until_gone(processes, 60) == []
     with Run(tmp_path / "killed", *settings) as again:
         code, output = again.finish(400)
