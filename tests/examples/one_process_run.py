@@ -133,7 +133,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     journal.connect()
     files.keep_start(models)
     generator = torch.Generator().manual_seed(3)
-    source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), sync=lambda version: None)
+    source: Any = SimpleNamespace(judge_roles=(), loaded=lambda *_: nullcontext(), sync=lambda version: None)
     pipeline: Any = RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), files, supervised_rows(config)[0])
     pipeline.generate = lambda: rollouts(actor.ranks.worker, config, generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:
