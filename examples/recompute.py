@@ -456,11 +456,13 @@ def credit(run: Run, step: Step) -> dict[str, dict[int, torch.Tensor]] | None:
     paid = {sample: kl_paid(run, step, row) for sample, row in step.rows.items()}
     found: dict[str, dict[int, torch.Tensor]]
     if advantage["name"] == "gae" and advantage["length_adaptive"] is None and not advantage["bootstrap_truncated"]:
-        lam, gamma = advantage["lam"], advantage["gamma"]
+        lam, gamma, turns = advantage["lam"], advantage["gamma"], advantage.get("discount") == "turn"
         of_critic = lam if advantage["lam_critic"] is None else advantage["lam_critic"]
         found = {
-            "advantages": {sample: gae(row, paid[sample], gamma, lam) for sample, row in step.rows.items()},
-            "returns": {sample: gae(row, paid[sample], gamma, of_critic) + row["values"] * row.mask for sample, row in step.rows.items()},
+            "advantages": {sample: gae(row, paid[sample], gamma, lam, turns) for sample, row in step.rows.items()},
+            "returns": {
+                sample: gae(row, paid[sample], gamma, of_critic, turns) + row["values"] * row.mask for sample, row in step.rows.items()
+            },
         }
     elif advantage["name"] == "grpo":
         found = {"advantages": grpo(step, paid, advantage["normalize_std"])}
@@ -483,14 +485,16 @@ def kl_paid(run: Run, step: Step, row: Row) -> torch.Tensor:
     return coef * kl_value(old - row["ref_log_probs"], estimator) * row.mask
 
 
-def gae(row: Row, paid: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+def gae(row: Row, paid: torch.Tensor, gamma: float, lam: float, over_turns: bool) -> torch.Tensor:
     positions = row.mask.nonzero().flatten().tolist()
     values, advantages = row["values"], torch.zeros(len(row.mask), dtype=F64)
     following_value, following = 0.0, 0.0
     for place in reversed(positions):
         reward = -float(paid[place]) + (float(row["reward"]) if place == positions[-1] else 0.0)
-        delta = reward + gamma * following_value - float(values[place])
-        following = delta + gamma * lam * following
+        within = over_turns and not (place + 1 < len(row.mask) and not row.mask[place + 1])
+        discount = 1.0 if within else gamma
+        delta = reward + discount * following_value - float(values[place])
+        following = delta + discount * lam * following
         following_value, advantages[place] = float(values[place]), following
     return advantages
 

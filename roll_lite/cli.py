@@ -37,6 +37,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
+from roll_lite.environments.check import check_environments
 from roll_lite.files import CONFIGS, STARTERS, absolute_path, read_text
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
@@ -49,7 +50,7 @@ INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
 """Exit code (EX_IOERR) if output cannot be written: a full disk, a lost terminal."""
-CHECKS = (check_store, check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards)
+CHECKS = (check_store, check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards, check_environments)
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)

@@ -58,7 +58,9 @@ def episode(step: int, group: int) -> dict[str, Any]:
         {"role": "tool", "content": "the tool says 4"},
         {"role": "assistant", "content": "4"},
     ]
-    return sample(step, "make", group, 2, episode={"messages": messages, "rewards": [0.0, 1.0], "metrics": {"turns": 2.0}})
+    branch = [{"role": "user", "content": "Be a planner."}, {"role": "assistant", "content": "First add them."}]
+    branches = {"branches": [branch]} if step == 3 else {}
+    return sample(step, "make", group, 2, episode={"messages": messages, "rewards": [0.0, 1.0], "metrics": {"turns": 2.0}, **branches})
 
 
 def write_step(folder: Path, step: int) -> None:

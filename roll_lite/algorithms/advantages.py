@@ -51,14 +51,16 @@ def gae(
     bootstrap: torch.Tensor | None = None,
     last_token_reward: torch.Tensor | None = None,
     whitening: Whitening | None = None,
+    per_turn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute GAE: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
     Returns (advantages, returns); returns are values plus advantages computed with lam_critic. lam may be [B]. last_token_reward [B] is
-    added to token_rewards; bootstrap [B] is the value after the last policy token."""
+    added to token_rewards; bootstrap [B] is the value after the last policy token. per_turn: gamma applies where a turn follows another,
+    and is 1 between tokens of a turn."""
     rows = (last_token_reward, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
-    advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)
+    advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening, per_turn)
     return advantages, returns
 
 
@@ -73,10 +75,12 @@ def reinforce(
     gamma: float,
     last_token_reward: torch.Tensor | None = None,
     whitening: Whitening | None = None,
+    per_turn: bool = False,
 ) -> torch.Tensor:
     """Compute the discounted return of each policy token. Arguments as in `gae`."""
     dtype = torch.float32 if token_rewards is None else token_rewards.dtype
-    (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (last_token_reward,), (dtype,), whitening)
+    kernel, rows = kernels.discounted_returns, (last_token_reward,)
+    (returns,) = kernels.recurrence(kernel, mask, (token_rewards,), gamma, rows, (dtype,), whitening, per_turn)
     return returns
 
 

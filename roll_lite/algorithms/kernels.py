@@ -37,10 +37,17 @@ def recurrence(
     rows: Sequence[torch.Tensor | float | None],
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
+    per_turn: bool = False,
 ) -> list[torch.Tensor]:
     """Run the kernel `gae` or `discounted_returns`. rows: tensors [B], numbers for all rows, or None for 0. With `whitening`, the kernel
-    runs twice, first for the moments."""
-    inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
+    runs twice, first for the moments. `per_turn`: gamma discounts from turn to turn only."""
+    inputs = [
+        *(_tokens(x, mask) for x in tokens),
+        _mask(mask),
+        float(gamma),
+        1.0 if per_turn else float(gamma),
+        *(_rows(x, mask) for x in rows),
+    ]
     results = [empty(mask.shape, dtype) for dtype in outputs]
     arrays = [result.numpy() for result in results]
     moments, shift, scale = empty((len(mask), 3), torch.float64), 0.0, 1.0
@@ -60,6 +67,7 @@ def gae(
     values: Any,
     mask: Any,
     gamma: float,
+    within: float,
     last_token_reward: Any,
     lam: Any,
     lam_critic: Any,
@@ -70,20 +78,23 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write advantages and returns or, if `moments` has rows, only the `row_moments` of the advantages. Arguments as in advantages.gae."""
+    """Write advantages and returns or, if `moments` has rows, only the `row_moments` of the advantages. Arguments as in advantages.gae.
+    `within`: the discount between tokens of one turn; gamma: between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
-        decay, decay_critic = gamma * lam[row], gamma * lam_critic[row]
         count, origin, total, squares = 0, 0.0, 0.0, 0.0
+        later = -1
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:
+                discount = gamma if later > t + 1 else within
+                later = t
                 value = np.float64(values[row, t])
                 if paid:
                     reward += rewards[row, t]
-                delta = reward + gamma * following - value
+                delta = reward + discount * following - value
                 reward = 0.0
-                advantage = delta + decay * advantage
+                advantage = delta + discount * lam[row] * advantage
                 following = value
                 if measured:
                     origin = origin if count else advantage
@@ -91,7 +102,7 @@ def gae(
                     total += advantage - origin
                     squares += (advantage - origin) ** 2
                 else:
-                    critic = delta + decay_critic * critic
+                    critic = delta + discount * lam_critic[row] * critic
                     out[row, t] = (advantage - shift) * scale
                     returns[row, t] = critic + value
             elif not measured:
@@ -103,19 +114,32 @@ def gae(
 
 @compiled
 def discounted_returns(
-    first: int, stop: int, rewards: Any, mask: Any, gamma: float, last_token_reward: Any, shift: float, scale: float, out: Any, moments: Any
+    first: int,
+    stop: int,
+    rewards: Any,
+    mask: Any,
+    gamma: float,
+    within: float,
+    last_token_reward: Any,
+    shift: float,
+    scale: float,
+    out: Any,
+    moments: Any,
 ) -> None:
-    """Write discounted returns or, if `moments` has rows, only their `row_moments`."""
+    """Write discounted returns or, if `moments` has rows, only their `row_moments`. Discounts as in `gae`."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]
         count, origin, total, squares = 0, 0.0, 0.0, 0.0
+        later = -1
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:
-                sum_from_here = carried
+                discount = gamma if later > t + 1 else within
+                sum_from_here = carried if later < 0 else discount * carried
+                later = t
                 if paid:
                     sum_from_here += rewards[row, t]
-                carried = gamma * sum_from_here
+                carried = sum_from_here
                 if measured:
                     origin = origin if count else sum_from_here
                     count += 1

@@ -24,7 +24,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
                 f"{path}: {name!r}: there is no module {error.name!r}; it must be importable from {here} or from a folder on PYTHONPATH"
             ) from error
         raise ValueError(f"{path}: {name!r}: importing {module_name} failed: {error}") from error
-    except Exception as error:  # importing a user's module may raise anything
+    except (Exception, SystemExit) as error:  # importing a user's module may raise anything
         raise ValueError(f"{path}: {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if function is None:

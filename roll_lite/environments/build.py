@@ -34,6 +34,8 @@ from roll_lite.environments.tools import LOST, FunctionTool, Tools, play_tools
 from roll_lite.files import read_text
 
 TOOL_SETS = 16
+METHODS = {"reset": ("a task",), "step": ("a message",), "close": ()}
+"""Methods of an environment's class -> what they are called with."""
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:
@@ -63,11 +65,7 @@ def _play(
             return play_of(settings, f"{path}.function", calls), []
         case ToolsEnvironmentConfig() as settings:
             tools = [tools_of(one, f"{path}.tools.{number}", calls, settings.turn_timeout_s) for number, one in enumerate(settings.tools)]
-            schemas = [schema for one in tools for schema in one.schemas]
-            names = [schema["function"]["name"] for schema in schemas]
-            if len(set(names)) < len(names):
-                raise ValueError(f"{path}.tools: the model cannot tell tools of one name apart: {', '.join(names)}")
-            return play_tools(tools, settings.max_result_chars), schemas
+            return play_tools(tools, settings.max_result_chars), schemas_of(tools, path)
         case EndpointEnvironmentConfig() as settings:
             agent = agent_of(settings, f"{path}.function", calls)
             return play_agent(agent, host, renderers_of(domain, tokenizer, domain_path), domain.reward.name == ENVIRONMENT_REWARD), []
@@ -122,6 +120,14 @@ def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: floa
         raise ValueError(f"{path}: {error}") from error
 
 
+def schemas_of(tools: Sequence[Tools], path: str) -> list[dict[str, Any]]:
+    schemas = [schema for one in tools for schema in one.schemas]
+    names = [schema["function"]["name"] for schema in schemas]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{path}.tools: the model cannot tell tools of one name apart: {', '.join(names)}")
+    return schemas
+
+
 def agent_of(settings: EndpointEnvironmentConfig, path: str, calls: Calls) -> Agent:
     if settings.command is not None:
         return command_agent(settings.command)
@@ -138,6 +144,10 @@ def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Epi
         if missing:
             raise ValueError(f"{path}: {settings.function!r} has no method {' and no '.join(missing)}; an environment has both")
         _bind(inspect.signature(found), (), settings.function, settings.args, path)
+        for name, given in METHODS.items():
+            if (method := getattr(found, name, None)) is not None:
+                is_plain = not isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
+                _bind(inspect.signature(method), ("self", *given) if is_plain else given, f"{settings.function}.{name}", None, path)
         return play_class(found, settings.args, calls)
     if not inspect.iscoroutinefunction(found):
         raise ValueError(f"{path}: {settings.function!r} must be `async def`: it awaits the policy's responses")
@@ -145,11 +155,11 @@ def play_of(settings: FunctionEnvironmentConfig, path: str, calls: Calls) -> Epi
     return partial(found, **settings.args)
 
 
-def _bind(signature: inspect.Signature, given: tuple[str, ...], name: str, args: dict[str, Any], path: str) -> None:
+def _bind(signature: inspect.Signature, given: tuple[str, ...], name: str, args: dict[str, Any] | None, path: str) -> None:
     try:
-        signature.bind(*given, **args)
+        signature.bind(*given, **(args or {}))
     except TypeError as error:
-        takes = ", ".join([*given, "and `args`"]) if given else "`args`"
+        takes = ", ".join([*given, *([] if args is None else ["and `args`"])]) if given else "`args`"
         raise ValueError(f"{path}: {name!r} takes {takes}: {error}; its signature is {signature}") from None
 
 

@@ -133,7 +133,7 @@ class Policy:
         self._last: np.ndarray | None = None
         self._rewards: list[float] = []
         self._seconds = 0.0
-        self._since = asyncio.get_running_loop().time()
+        self._begun = self._since = asyncio.get_running_loop().time()
         self._given = 0
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
@@ -219,9 +219,11 @@ class Policy:
             raise ValueError(f"it ended without a response{f': {self.limit[1]}' if self.limit else ''}")
         rewards = tuple(self._rewards)
         score = rewards[-1] if self.limits.last_reward else sum(rewards)
-        seconds = self._seconds + asyncio.get_running_loop().time() - self._since
+        now = asyncio.get_running_loop().time()
+        seconds = self._seconds + (0.0 if self._answers else now - self._since)
         facts = {"turns": float(len(rewards)), "rows": 1.0 + len(self.branches)}
-        facts |= {"environment_seconds": round(seconds, 6), "environment_tokens": float(self._given)}
+        facts |= {"environment_seconds": round(seconds, 6), "waiting_seconds": round(now - self._begun - seconds, 6)}
+        facts |= {"environment_tokens": float(self._given)}
         branches = tuple(map(tuple, self.branches))
         correct = None if self.correct is None else bool(self.correct)  # it may be NumPy's
         return EpisodeRecord(tuple(self.messages), rewards, score, correct, {**self.metrics, **facts}, branches, self.answer)

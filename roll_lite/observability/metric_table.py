@@ -70,6 +70,9 @@ METRICS: dict[str, Metric] = {
         MEAN, "parameters", "Sampling parameters in an agent's requests that the run's own settings overrode, per episode."
     ),
     "episode/environment_seconds": by_domain(MEAN, "s", "Time that an episode's environment took, all turns together."),
+    "episode/waiting_seconds": by_domain(
+        MEAN, "s", "Time that an episode waited for responses, all turns together: queues and generation."
+    ),
     "episode/environment_tokens": by_domain(MEAN, "tokens", "Tokens that the environment wrote in an episode."),
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
     "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),

@@ -203,28 +203,33 @@ class CreditTask:
 
 
 def _gae(
-    task: CreditTask, gamma: float, lam: float, lam_critic: float | None, length_adaptive: float | None, bootstrap_truncated: bool
+    task: CreditTask,
+    gamma: float,
+    discount: str,
+    lam: float,
+    lam_critic: float | None,
+    length_adaptive: float | None,
+    bootstrap_truncated: bool,
 ) -> Estimate:
     columns = task.columns
     of_actor = lam if length_adaptive is None else formulas.length_adaptive_lambda(task.policy_tokens, length_adaptive)
     of_critic = lam if lam_critic is None else lam_critic
     bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
-    return formulas.gae(
-        task.dense_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.last_token_reward, task.whitening
-    )
+    rewards, of_rows = task.dense_rewards, (of_actor, of_critic, bootstrap, task.last_token_reward)
+    return formulas.gae(rewards, columns["values"], task.mask, gamma, *of_rows, task.whitening, discount == "turn")
 
 
-def _reinforce(task: CreditTask, gamma: float) -> Estimate:
-    return formulas.reinforce(task.dense_rewards, task.mask, gamma, task.last_token_reward, task.whitening), None
+def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
+    return formulas.reinforce(task.dense_rewards, task.mask, gamma, task.last_token_reward, task.whitening, discount == "turn"), None
 
 
-def _reinforce_plus_plus(task: CreditTask, gamma: float, baseline: str) -> Estimate:
+def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
     """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()
         last_token_reward = last_token_reward - task.score + formulas.minus_group_mean(samples.scores, samples.groups)[samples.local]
-    return formulas.reinforce(task.dense_rewards, task.mask, gamma, last_token_reward, task.whitening), None
+    return formulas.reinforce(task.dense_rewards, task.mask, gamma, last_token_reward, task.whitening, discount == "turn"), None
 
 
 def _grpo(task: CreditTask, normalize_std: bool) -> Estimate:

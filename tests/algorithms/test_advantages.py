@@ -75,6 +75,20 @@ def test_gae_skips_gaps() -> None:
     torch.testing.assert_close(advantages, torch.tensor([[0.1, 0.0, 0.0, 0.8]]))
 
 
+def test_discount_over_turns_by_hand() -> None:
+    """Two turns of two tokens, rewards 1 and 2 at their ends, gamma 0.5 at the turn's boundary only, lam 0.5 at every token. Values
+    0.5, 0.2 | 0.4, 0.1: deltas -0.3, 1 + 0.5 * 0.4 - 0.2 = 1 | 0.1 - 0.4 = -0.3, 1.9; A3 = 1.9, A2 = -0.3 + 0.5 * 1.9 = 0.65,
+    A1 = 1 + 0.25 * 0.65 = 1.1625, A0 = -0.3 + 0.5 * 1.1625 = 0.28125."""
+    mask = torch.tensor([[False, True, True, False, False, True, True, False]])
+    rewards = torch.tensor([[NAN, 0.0, 1.0, NAN, NAN, 0.0, 2.0, NAN]])
+    values = torch.tensor([[NAN, 0.5, 0.2, NAN, NAN, 0.4, 0.1, NAN]])
+    advantages, returns = gae(rewards, values, mask, 0.5, 0.5, per_turn=True)
+    torch.testing.assert_close(advantages[mask], torch.tensor([0.28125, 1.1625, 0.65, 1.9]))
+    torch.testing.assert_close(returns[mask], torch.tensor([0.78125, 1.3625, 1.05, 2.0]))
+    torch.testing.assert_close(reinforce(rewards, mask, 0.5, per_turn=True)[mask], torch.tensor([2.0, 2.0, 2.0, 2.0]))
+    torch.testing.assert_close(reinforce(rewards, mask, 0.5)[mask], torch.tensor([0.75, 1.5, 1.0, 2.0]))
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(0, 4),

@@ -15,6 +15,7 @@ from roll_lite.config.problems import ConfigError, Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
+from roll_lite.environments.check import check_environments
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption
 from roll_lite.rewards.registry import check_rewards
@@ -74,7 +75,17 @@ class Project:
             name,
             self.folder / "configs",
             list(overrides),
-            further=[check_store, check_resumption, check_dumps, check_data, check_rewards, needs_gpus, check_run_dir, simulated_domains],
+            further=[
+                check_store,
+                check_resumption,
+                check_dumps,
+                check_data,
+                check_rewards,
+                check_environments,
+                needs_gpus,
+                check_run_dir,
+                simulated_domains,
+            ],
         )
 
     def problems(self, *overrides: str, name: str = "run") -> list[Problem]:

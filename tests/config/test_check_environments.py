@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from roll_lite.config.schema.environments import (
     ToolsEnvironmentConfig,
 )
 from roll_lite.data.check import check_data
+from roll_lite.environments.check import check_environments
 from roll_lite.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,3 +178,106 @@ def test_the_column_of_files(tmp_path: Path) -> None:
         says += map(str, check_data(config))
     assert re.search(f"{TOOL}.files = .files.: .*line 2: must be a mapping of file names to texts", says[0])
     assert re.search(f"{TOOL}.files = .file.: .* has no such column; did you mean 'files'", says[-1])
+
+
+OURS = '''
+import functools
+print("an import may print")
+class Base:
+    def reset(self, task): ...
+class NoStep(Base): ...
+class NoTask(Base):
+    def reset(self): ...
+    def step(self, message): ...
+class TwoMessages(Base):
+    def step(self, message, other): ...
+class Closes(Base):
+    @staticmethod
+    def step(message): ...
+    def close(self, now): ...
+class Right(Base):
+    @staticmethod
+    def step(message): ...
+    async def close(self, now=True): ...
+def plain(task, policy): ...
+def logged(function):
+    @functools.wraps(function)
+    def inner(task): ...
+    del inner.__wrapped__
+    return inner
+@logged
+def one_input(task, endpoint): ...
+def unhinted(text):
+    """Say it.
+
+    Args:
+        text: What to say.
+    """
+def undescribed(text: str): ...
+def search(query: str, *more: str): ...
+def say(text: str) -> str:
+    """Say it.
+
+    Args:
+        text: What to say.
+    """
+'''
+NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "says"),
+    [
+        ("tiny_guess", [f"{GUESS}.function=ours.NoStep"], f"{GUESS}.function: 'ours.NoStep' has no method step; an environment has both"),
+        ("tiny_guess", [f"{GUESS}.function=ours.NoTask"], f"{GUESS}.function: 'ours.NoTask.reset' takes self, a task: too many positional"),
+        (
+            "tiny_guess",
+            [f"{GUESS}.function=ours.TwoMessages"],
+            "'ours.TwoMessages.step' takes self, a message: missing a required argument",
+        ),
+        ("tiny_guess", [f"{GUESS}.function=ours.Closes"], "'ours.Closes.close' takes self: missing a required argument: 'now'"),
+        ("tiny_guess", [f"{GUESS}.function=ours.Right", f"{GUESS}.args={{n: 1}}"], f"{GUESS}.function: 'ours.Right' takes `args`"),
+        ("tiny_guess", [f"{GUESS}.function=ours.plain"], f"{GUESS}.function: 'ours.plain' must be `async def`"),
+        ("tiny_guess", [f"{GUESS}.function=fails.play"], f"{GUESS}.function: 'fails.play': importing fails failed: SystemExit: no key"),
+        ("tiny_agent", [f"{CALCULATOR}.function=ours.one_input"], f"{CALCULATOR}.function: 'ours.one_input' takes a task, the endpoint"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[ours.unhinted]"], f"{TOOL}: unhinted: .*text.*; write a type hint for each argument"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[ours.undescribed]"], f"{TOOL}: undescribed: .*no docstring!; write a type hint"),
+        ("tiny_calculator", [f"{CALCULATOR}.tools=[ours.search]"], f"{TOOL}: search: the model cannot be told about .more"),
+        (
+            "tiny_calculator",
+            [f"{CALCULATOR}.tools=[ours.say, ours.say]"],
+            f"{CALCULATOR}.tools: the model cannot tell tools of one name apart",
+        ),
+        *(
+            ("tiny_calculator", [f"{CALCULATOR}.tools=[{tool}]", "domains.calculator.template.file=no_tools.jinja"], says)
+            for tool in ("ours.say", "{name: python, timeout_s: 1}")
+            for says in ["domains.calculator.template: the chat template ignores tools; name a template for .* in .*template.file"]
+        ),
+    ],
+)
+def test_what_only_an_import_tells(
+    name: str, overrides: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ours.py").write_text(OURS)
+    (tmp_path / "fails.py").write_text("async def play(task, policy): ...\nraise SystemExit('no key')")
+    (tmp_path / "no_tools.jinja").write_text(NO_TOOLS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ours", raising=False)
+    overrides = [one.replace("no_tools.jinja", str(tmp_path / "no_tools.jinja")) for one in overrides]
+    with pytest.raises(ConfigError) as refused:
+        load_config(name, CONFIGS, overrides, further=[check_environments])
+    assert re.search(says, str(refused.value)), str(refused.value)
+    assert len(refused.value.problems) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["tiny_guess", "tiny_calculator", "tiny_agent"])
+def test_nothing_is_wrong_with_shipped_environments(name: str) -> None:
+    load_config(name, CONFIGS, further=[check_environments])
+
+
+def test_one_mistake_is_told_once() -> None:
+    """What is found without an import is not told again by one."""
+    with pytest.raises(ConfigError) as refused:
+        load_config("tiny_guess", CONFIGS, [f"{GUESS}.function={TURNS}.Gues"], further=[check_environments])
+    assert len(refused.value.problems) == 1

@@ -277,6 +277,7 @@ async def test_time_of_the_policy_is_not_the_environments() -> None:
     player.tell([Answer(0, 0, encoded("3"))])
     (end,) = await player.events(5.0)
     assert isinstance(end, Ended) and end.record.metrics["environment_seconds"] < 0.2
+    assert 0.5 <= end.record.metrics["waiting_seconds"] < 0.7
 
 
 async def test_a_long_first_prompt_is_refused() -> None:

@@ -73,8 +73,20 @@ async def test_samples_are_filtered_read_and_never_run(tab: Tab, address: str) -
     await tab.until("document.querySelectorAll('.list tr[tabindex]').length === 3 && document.querySelector('.call')")
     turns = await tab.value("[...document.querySelectorAll('.turn.assistant b')].map(one => one.textContent)")
     assert turns == ["assistant", "assistant · reward 0", "assistant · reward 1"], "a reward belongs to a response"
+    assert not await tab.value("[...document.querySelectorAll('.sample h3')].some(one => one.textContent.startsWith('Conversation'))")
     assert "calculator" in await text(tab, ".call") and "the tool says 4" in await text(tab, "#detail")
     assert await tab.value(TIDY) and await tab.value(UNNAMED) == []
+
+
+async def test_every_conversation_of_an_agent_is_shown_and_found(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#samples?run=small/first&text=first+add+them")
+    await tab.until("document.getElementById('found')?.innerText.startsWith('1 sample') && document.querySelector('.call')")
+    shown = await text(tab, ".sample[aria-current=true]")
+    places = [shown.index(one) for one in ("Conversation 1 of 2", "First add them.", "Conversation 2 of 2, with the last", "calculator")]
+    assert places == sorted(places)
+    assert "reward" not in await tab.value(
+        "[...document.querySelectorAll('.sample[aria-current=true] .turn b')].map(one => one.textContent).join()"
+    )
 
 
 async def test_keys_move_through_samples_and_tokens_are_coloured(tab: Tab, address: str) -> None:

@@ -29,7 +29,9 @@ ESTIMATORS: list[dict[str, Any]] = [
     {"name": "grpo"},
     {"name": "grpo", "normalize_std": False},
     {"name": "rloo"},
+    {"name": "gae", "gamma": 0.9, "discount": "turn"},
     {"name": "reinforce", "gamma": 0.9},
+    {"name": "reinforce", "gamma": 0.9, "discount": "turn"},
     {"name": "reinforce_plus_plus", "gamma": 0.9},
     {"name": "reinforce_plus_plus", "gamma": 0.9, "baseline": "group"},
     {"name": "remax"},
@@ -162,6 +164,20 @@ def test_rewards_of_turns_are_paid_on_their_last_tokens() -> None:
     found = assign_credit(rows, 0, algorithm({"name": "gae", "gamma": 0.5, "lam": 1.0}), 0.0, alone)
     torch.testing.assert_close(found.advantages, torch.tensor([[0.25, 0.5, 0.0, 0.0, 0.0]]))
     assert found.rewards_per_row.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "gae", "reinforce_plus_plus"])
+def test_rewards_of_turns_are_discounted_over_turns(name: str) -> None:
+    """Turns with 1 and 2, gamma 0.5: 1 + 0.5 * 2 = 2 for each token of the first, 2 for those of the second, 3 for a third row's only turn.
+    Whitening, which reinforce_plus_plus always does: mean 2.2 of five tokens, variance (4 * 0.04 + 0.64) / 4 = 0.2."""
+    paid = torch.tensor([[0.0, 1.0, NAN, 0.0, 2.0], [3.0, NAN, NAN, NAN, NAN]])
+    rows = make_rows([3.0, 3.0], [[1, 1, 0, 1, 1], [1, 0, 0, 0, 0]], turn_rewards=paid, values=torch.zeros(2, 5))
+    settings = {"name": name, "gamma": 0.5, "discount": "turn", **({"lam": 1.0} if name == "gae" else {})}
+    expected = torch.tensor([2.0, 2.0, 2.0, 2.0, 3.0])
+    if name == "reinforce_plus_plus":
+        expected = (expected - 2.2) / 0.2**0.5
+    found = assign_credit(rows, 0, algorithm(settings), 0.0, alone).advantages
+    torch.testing.assert_close(found[rows.mask], expected)
 
 
 def test_turns_that_answer_the_same_text_are_compared() -> None:

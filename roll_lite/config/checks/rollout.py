@@ -19,6 +19,7 @@ from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.environments import (
     AdapterSection,
     EndpointEnvironmentConfig,
+    EnvironmentConfig,
     FunctionEnvironmentConfig,
     FunctionToolConfig,
     GymEnvironmentConfig,
@@ -92,33 +93,38 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
 
 
 def _environments(config: RunConfig) -> Iterator[Problem]:
-    for domain_name, domain in config.domains.items():
-        path, environment = f"domains.{domain_name}.environment", domain.environment
-        if isinstance(environment, FunctionEnvironmentConfig):
-            inputs = ("a task", "the policy")
-            yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
-        elif isinstance(environment, EndpointEnvironmentConfig):
-            if config.deterministic:
-                yield Problem("deterministic", f"which of an agent's requests comes first depends on timing ({path}); use false", True)
-            if environment.function is not None:
-                inputs = ("a task", "the endpoint")
-                yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
-            elif environment.command is not None and shutil.which(environment.command[0]) is None:
-                yield Problem(f"{path}.command", "is no program on the PATH of this machine", environment.command[0])
-        elif isinstance(environment, ToolsEnvironmentConfig):
-            for number, tool in enumerate(environment.tools):
-                yield from readable(_tool(f"{path}.tools.{number}", tool))
-        if isinstance(environment, AdapterSection) and find_spec(environment.package) is None:
-            yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"', environment.name)
-        if isinstance(environment, GymEnvironmentConfig):
-            if environment.function is not None:
-                yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=())
-            if environment.action is not None:
-                yield from check_function(path, "action", environment.action, {}, inputs=("the response",))
-        if isinstance(environment, OpenEnvEnvironmentConfig):
-            for key, given in (("action", "the response"), ("observation", "the observation")):
-                if "." in (name := getattr(environment, key) or ""):
-                    yield from check_function(path, key, name, {}, inputs=(given,))
+    for name, domain in config.domains.items():
+        path = f"domains.{name}.environment"
+        if isinstance(domain.environment, EndpointEnvironmentConfig) and config.deterministic:
+            yield Problem("deterministic", f"which of an agent's requests comes first depends on timing ({path}); use false", True)
+        yield from environment_problems(path, domain.environment)
+
+
+def environment_problems(path: str, environment: EnvironmentConfig | None) -> Iterator[Problem]:
+    """Yield the mistakes of the section at `path` that can be found without importing a user's module."""
+    if isinstance(environment, FunctionEnvironmentConfig):
+        inputs = ("a task", "the policy")
+        yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
+    elif isinstance(environment, EndpointEnvironmentConfig):
+        if environment.function is not None:
+            inputs = ("a task", "the endpoint")
+            yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
+        elif environment.command is not None and shutil.which(environment.command[0]) is None:
+            yield Problem(f"{path}.command", "is no program on the PATH of this machine", environment.command[0])
+    elif isinstance(environment, ToolsEnvironmentConfig):
+        for number, tool in enumerate(environment.tools):
+            yield from readable(_tool(f"{path}.tools.{number}", tool))
+    if isinstance(environment, AdapterSection) and find_spec(environment.package) is None:
+        yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"', environment.name)
+    if isinstance(environment, GymEnvironmentConfig):
+        if environment.function is not None:
+            yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=())
+        if environment.action is not None:
+            yield from check_function(path, "action", environment.action, {}, inputs=("the response",))
+    if isinstance(environment, OpenEnvEnvironmentConfig):
+        for key, given in (("action", "the response"), ("observation", "the observation")):
+            if "." in (name := getattr(environment, key) or ""):
+                yield from check_function(path, key, name, {}, inputs=(given,))
 
 
 def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:

@@ -8,6 +8,8 @@ from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, 
 
 # ---------------------------------------------------------------- advantages
 
+Discount = Literal["token", "turn"]
+
 
 class GaeAdvantageConfig(Section):
     """Generalised advantage estimation with the critic's values."""
@@ -15,6 +17,8 @@ class GaeAdvantageConfig(Section):
     name: Literal["gae"] = "gae"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
+    discount: Discount = "token"
+    """Steps that gamma applies to. token: from each token to the next; turn: from a response of an episode to the next."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the actor's advantages."""
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -45,6 +49,8 @@ class ReinforceAdvantageConfig(Section):
     name: Literal["reinforce"] = "reinforce"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
+    discount: Discount = "token"
+    """Steps that gamma applies to. token: from each token to the next; turn: from a response of an episode to the next."""
 
 
 class ReinforcePlusPlusAdvantageConfig(Section):
@@ -53,6 +59,8 @@ class ReinforcePlusPlusAdvantageConfig(Section):
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
+    discount: Discount = "token"
+    """Steps that gamma applies to. token: from each token to the next; turn: from a response of an episode to the next."""
     baseline: Literal["none", "group"] = "none"
     """group: first subtract the group's mean from the rewards."""
 

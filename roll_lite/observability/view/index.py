@@ -29,7 +29,7 @@ READ = """
     SELECT parse_filename(filename) AS file, split_part(file, '_', 1), step, domain, "group", "index", prompt_uid, score,
         coalesce(correct::VARCHAR, ''), outcome, coalesce(failure, ''), coalesce(finish_reason, ''), response_tokens,
         TRY_CAST(episode->>'$.metrics.turns' AS DOUBLE), asked_at, generated_at, scored_at, right(prompt, 300), left(response, 300),
-        lower(concat_ws(chr(10), prompt, response, episode->>'$.messages')), reward, advantage, parts
+        lower(concat_ws(chr(10), prompt, response, episode->>'$.messages', episode->>'$.branches')), reward, advantage, parts
     FROM read_json(?, format = 'newline_delimited', filename = true, ignore_errors = true, maximum_object_size = 268435456, columns = {
         step: 'BIGINT', domain: 'VARCHAR', "group": 'BIGINT', "index": 'BIGINT', prompt_uid: 'BIGINT', score: 'DOUBLE', correct: 'BOOLEAN',
         outcome: 'VARCHAR', failure: 'VARCHAR', finish_reason: 'VARCHAR', response_tokens: 'BIGINT', prompt: 'VARCHAR',

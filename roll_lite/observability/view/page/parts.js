@@ -63,7 +63,7 @@ function inside(what, given) {
   const matches = record => Object.entries(given).every(([name, wanted]) => {
     if (name === "part" && wanted) return (record.parts || []).includes(wanted);
     if (wanted === "" || wanted === undefined || ["run", "sort", "start", "count", "by"].includes(name)) return true;
-    if (name === "text") return [record.prompt, record.response, JSON.stringify(record.episode?.messages ?? "")].join("\n").toLowerCase().includes(wanted.toLowerCase());
+    if (name === "text") return [record.prompt, record.response, JSON.stringify([record.episode?.messages ?? "", record.episode?.branches ?? ""])].join("\n").toLowerCase().includes(wanted.toLowerCase());
     const side = name.slice(-4), value = of(record, name.slice(0, -4));
     if (side === "_min") return value !== null && value >= Number(wanted);
     if (side === "_max") return value !== null && value <= Number(wanted);

@@ -219,10 +219,11 @@ const versions = record => [...new Set((record.versions || []).map(([, version])
 function turns(episode) {
   let turn = (episode.rewards?.length ?? 0) - episode.messages.filter(message => message.role === "assistant").length;  // the prompt may contain assistant messages
   const reward = () => { const own = episode.branches?.length ? undefined : episode.rewards?.[turn]; turn += 1; return own === undefined ? "" : ` · reward ${number(own)}`; };
-  return episode.messages.map(message => h("div", { class: `turn ${["assistant", "tool"].includes(message.role) ? message.role : "other"}` },
+  const all = [...(episode.branches || []), episode.messages];
+  return all.map((messages, place) => [all.length > 1 && h("h3", {}, `Conversation ${place + 1} of ${all.length}${place + 1 === all.length ? ", with the last response" : ""}`), messages.map(message => h("div", { class: `turn ${["assistant", "tool"].includes(message.role) ? message.role : "other"}` },
     h("b", {}, message.role, message.role === "assistant" && reward()),
     message.content && h("div", { class: "text" }, typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 1)),
-    (message.tool_calls || []).map(call => h("div", { class: "call text" }, `⚙ ${call.function?.name ?? call.name ?? "tool"} `, argument(call.function?.arguments ?? call.arguments ?? call)))));
+    (message.tool_calls || []).map(call => h("div", { class: "call text" }, `⚙ ${call.function?.name ?? call.name ?? "tool"} `, argument(call.function?.arguments ?? call.arguments ?? call)))))]);
 }
 const argument = value => typeof value === "string" ? value : JSON.stringify(value);
 
