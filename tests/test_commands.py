@@ -63,7 +63,7 @@ def commands() -> list[Command]:
     found: dict[tuple[str, ...], Command] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        lines = [line for language, body in FENCE.findall(text) if language in ("", "bash", "sh") for line in joined(body)]
+        lines = [line for language, body in FENCE.findall(text) if language in ("", "bash", "sh", "text") for line in joined(body)]
         for candidate in [*lines, *SPAN.findall(FENCE.sub("", text))]:
             command = Command(page.name, candidate.strip())
             if is_command(command):
@@ -89,7 +89,7 @@ def is_command(command: Command) -> bool:
 
 
 COMMANDS = commands()
-NOT_RUN = re.compile(r"\bwords\b|\bmode=|gsm8k_0|my_run")
+NOT_RUN = re.compile(r"\bwords\b|\bmode=|gsm8k_0|my_run|my_config")
 """The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py, the
 folders of `roll-lite init` are checked by tests/test_init.py; a model of the hub needs a network."""
 TRAININGS = [command for command in COMMANDS if command.training is not None and not NOT_RUN.search(command.text)]
@@ -206,7 +206,20 @@ def works_in_a_new_folder(words: list[str]) -> None:
 
 def imports_configurations(words: list[str]) -> None:
     """With files: tests/config/test_coming_from.py."""
-    assert words[1] == "import" and tuple(words[2].split("|")) == PROJECTS
+    assert words[1] == "import" and set(words[2].split("|")) <= set(PROJECTS)
+    if words[2] in PROJECTS:
+        assert _parser().parse_args(words[1:]).out == Path("mine.yaml")
+
+
+def checks_what_was_imported(words: list[str]) -> None:
+    """With a file: tests/config/test_coming_from.py."""
+    assert _parser().parse_args(words[1:]).config_name == "mine"
+
+
+def runs_on_several_nodes(words: list[str]) -> None:
+    """On hosts: tests/integration, tests/chaos. Here with a shipped configuration in the place of the reader's own."""
+    parsed = _parser().parse_args(words[1:])
+    assert parsed.config_name == "my_config" and load_config("qwen3_30b_a3b_grpo", CONFIGS, parsed.overrides, files=False)
 
 
 def launches_on_each_target(words: list[str]) -> None:
@@ -265,6 +278,12 @@ ELSEWHERE = {
     "roll-lite doctor --smoke": examines_machines,
     "roll-lite doctor --nodes": examines_machines,
     "roll-lite import roll|verl|openrlhf FILE": imports_configurations,
+    "roll-lite import roll rlvr_config.yaml --out mine.yaml": imports_configurations,
+    "roll-lite import verl run_qwen2-7b.sh --out mine.yaml": imports_configurations,
+    "roll-lite import openrlhf train_ppo.sh --out mine.yaml": imports_configurations,
+    "roll-lite check --config-name mine": checks_what_was_imported,
+    "RAY_ADDRESS=head:6379 roll-lite run --config-name my_config placement='{nodes: 2, devices_per_node: 8}'": runs_on_several_nodes,
+    "roll-lite run --config-name my_config 'chaos={every_s: 300, actions: {cut: 1}, cut_s: 60}'": runs_on_several_nodes,
     "roll-lite launch slurm|ray|k8s --config-name NAME": launches_on_each_target,
     **dict.fromkeys(
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -21,8 +22,9 @@ import yaml
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Missing
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.validation import sections, sections_at
+from roll_lite.config.validation import NAMES_IN_OTHER_TRAINERS, sections, sections_at
 from roll_lite.distributed.strategy.base import InferenceStrategy
+from roll_lite.files import CONFIGS
 from roll_lite.observability.metric_table import DERIVED, METRICS
 from roll_lite.rewards.registry import REWARDS, reward_type, typed_reward
 
@@ -114,8 +116,8 @@ def configurations() -> Iterator[tuple[str, str]]:
                 yield f"{page.name}: {' '.join(text.split())[:50]}", text
 
 
-NOT_HERE = ("is needed, since", "add a `reference` section", "its package is not installed", "there is no module")
-"""Messages about what an example leaves out: another section, a package, a module of the reader's own."""
+NOT_HERE = ("is needed, since", "add a `reference` section", "its package is not installed", "there is no module", "there is no such file")
+"""Messages about what an example leaves out: another section, a package, a module or file of the reader's own."""
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in configurations()])
@@ -128,6 +130,55 @@ def test_a_configuration_on_a_page_is_accepted(text: str, tmp_path: Path) -> Non
     except ConfigError as error:
         wrong = [str(one) for one in error.problems if not isinstance(one, Missing) and not any(word in one.message for word in NOT_HERE)]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "section"),
+    [(old, new, path) for old, new in NAMES_IN_OTHER_TRAINERS.items() for path, cls in sections() if new in cls.model_fields],
+)
+def test_an_old_name_is_told_with_the_new_one(old: str, new: str, section: tuple[str, ...]) -> None:
+    keys = tuple("main" if key == "<name>" else key for key in section)
+    with pytest.raises(ConfigError) as refused:
+        load_config("tiny_ppo", CONFIGS, [f"+{'.'.join((*keys, old))}=1"], files=False)
+    assert f"{'.'.join((*keys, old))} = 1: unknown key; there is {'.'.join((*keys, new))}" in str(refused.value)
+
+
+def parts_of_configurations() -> Iterator[tuple[str, str]]:
+    """Sections of a domain, which are indented, and algorithms in one line each behind their names."""
+    domain = "domains:\n  page:\n    data: {train: a.jsonl}\n    template: {name: chat}\n"
+    for page in PAGES:
+        for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+            if language == "yaml" and text.startswith(" "):
+                yield from ((page.name, f"{domain}    {part}") for part in re.split(r"^    (?! )", text, flags=re.MULTILINE)[1:])
+            elif language == "yaml" and text.startswith("#"):
+                lines = [re.fullmatch(r"# .+?  +(\{.+\})(.*)", line) for line in text.splitlines()]
+                yield from ((page.name, f"algorithm: {line[1]}{CRITIC * ('critic' in line[2])}\n") for line in lines if line is not None)
+                assert all(lines), f"{page.name}: a line without an algorithm"
+
+
+CRITIC = "\ncritic: {init: actor}"
+PARTS = [pytest.param(text, id=f"{name}: {' '.join(text.split())[-50:]}") for name, text in parts_of_configurations()]
+
+
+@pytest.mark.parametrize("text", PARTS)
+def test_a_part_of_a_configuration_on_a_page_is_accepted(text: str, tmp_path: Path) -> None:
+    test_a_configuration_on_a_page_is_accepted(text, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_a_page_is_of_a_kind_that_is_checked(page: Path) -> None:
+    """Commands: tests/test_commands.py; rendered files: tests/test_launch.py; rewards: above. Python and JSON can be read."""
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        assert language in ("", "bash", "sh", "text", "shell", "python", "json", "yaml"), language
+        if language == "python":
+            ast.parse(text)
+        elif language == "json":
+            json.loads(text)
+        elif language == "shell":
+            assert page.name == "multi_node.md" and text.startswith("#!/bin/bash")
+        elif language == "yaml" and not text.startswith((" ", "#")):
+            data = yaml.safe_load(text)
+            assert set(data) <= {"defaults", *RunConfig.model_fields} or set(data) == {"reward"} or data.get("kind") == "RayJob"
 
 
 def is_setting(path: tuple[str, ...]) -> bool:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/configuration.md, docs/metrics.md, docs/rewards.md and docs/coming_from.md from the code: `make docs`.
+"""Writes the tables of docs/configuration.md, docs/metrics.md, docs/rewards.md, docs/coming_from.md and docs/versioning.md: `make docs`.
 
 What stands above the marker of a page is written by hand and stays.
 """
@@ -20,7 +20,7 @@ from roll_lite.config.coming_from.convert import table_of
 from roll_lite.config.problems import dotted, show
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.validation import sections, shape_of
+from roll_lite.config.validation import FORMER_NAMES, NAMES_IN_OTHER_TRAINERS, sections, shape_of
 from roll_lite.config.wording import field_type, in_words
 from roll_lite.observability.metric_table import DERIVED, METRICS
 from roll_lite.rewards.base import RewardType
@@ -160,11 +160,26 @@ def _how(entry: dict[str, Any]) -> str:
     return _page_text("; ".join(part for part in (entry.get("how", ""), words, nothing, entry.get("note", "")) if part))
 
 
+# ---------------------------------------------------------------- versioning.md
+
+
+def versioning() -> str:
+    return f"## Names that are told\n\n{table(('you write', 'the error names', 'in'), _told_names())}"
+
+
+def _told_names() -> Iterable[tuple[str, str, str]]:
+    for old, new in {**dict.fromkeys(FORMER_NAMES, "name"), **NAMES_IN_OTHER_TRAINERS}.items():
+        places = dict.fromkeys(dotted(path) for path, cls in sections() if new in cls.model_fields)
+        few = ", ".join(f"`{place}`" for place in places) if len(places) <= 6 else "every section that is chosen by a word"
+        yield f"`{old}`", f"`{new}`", few
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": configuration,
     "metrics.md": metrics,
     "rewards.md": rewards,
     "coming_from.md": coming_from,
+    "versioning.md": versioning,
 }
 
 

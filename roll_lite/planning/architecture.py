@@ -73,6 +73,14 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
     raise ValueError(f"{where}: no config.json there, and no known model of that name; give --model a folder, or one of {', '.join(table)}")
 
 
+def of_scorer(path: Path) -> Architecture | None:
+    """Find the model of a reward model or judge; None if it is neither on this machine nor a known public model."""
+    try:
+        return find(path, "", None)
+    except ValueError:
+        return None
+
+
 def of_config(name: str, raw: dict[str, Any]) -> Architecture:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")

@@ -11,13 +11,13 @@ import torch
 from roll_lite.config.arithmetic import PassArithmetic, derive, device_numbers, infer_dtype, layers_of_parts, roles
 from roll_lite.config.device_phases import PHASES, WHOLE, Phase, kind
 from roll_lite.config.placement_picture import works
-from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, JudgeServerConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
-from roll_lite.planning.architecture import Architecture
+from roll_lite.planning.architecture import Architecture, of_scorer
 from roll_lite.workers.actor import actor_loss
 from roll_lite.workers.model import ModelRole
 from roll_lite.workers.objectives import CriticLoss
@@ -38,7 +38,7 @@ class PhaseMemory:
 
 
 def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float, on_gpu: bool = True) -> dict[str, RankMemory]:
-    """Estimate the memory of trained roles, reference and engines. Reward models and judges are left out."""
+    """Estimate the memory of all roles. Reward models and judges whose model is unknown are left out."""
     found = {}
     for name, role in roles(config).items():
         if isinstance(role, InferRoleConfig):
@@ -47,7 +47,21 @@ def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float,
             stages = {0, role.strategy.pipeline_parallel - 1}
             traced = [_stage_memory(config, model, name, role, stage, on_gpu) for stage in sorted(stages)]
             found[name] = max(traced, key=lambda one: one.weights + one.gradients + one.optimizer + max(one.training, one.forward))
+        elif (own := of_scorer(role.path)) is not None:
+            found[name] = _scorer_memory(role, own, device_bytes)
     return found
+
+
+def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architecture, device_bytes: float) -> RankMemory:
+    hf, strategy = model.hf, role.strategy
+    dtype = model.raw.get("dtype", model.raw.get("torch_dtype", "bfloat16")) if role.dtype == "auto" else role.dtype
+    size = 4 if dtype == "float32" else 2
+    if isinstance(role, JudgeServerConfig):
+        return _serving_memory(role.strategy, model, size, device_bytes)
+    parallel = getattr(strategy, "tensor_parallel", 1)
+    weights = model.parameters(parallel) - (0 if hf.tied_embeddings else hf.vocab_size * hf.hidden // parallel)  # a score, no logits
+    forward = role.micro_batch_tokens * (4 * hf.hidden + 3 * hf.feed_forward // parallel) * size
+    return RankMemory(weights * size // getattr(strategy, "pipeline_parallel", 1), forward=forward)
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
@@ -95,14 +109,18 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
     """Estimate weights and activations; the KV cache gets the rest of the GPU memory that engines may use."""
-    strategy, hf = config.actor_infer.strategy, model.hf
-    size, parallel = number_bytes(config), strategy.tensor_parallel
+    role = config.actor_infer
+    return _serving_memory(role.strategy, model, number_bytes(config), device_bytes / role.replicas_per_device)
+
+
+def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: int, device_bytes: float) -> RankMemory:
+    hf, parallel = model.hf, strategy.tensor_parallel
     weights = model.parameters(parallel) * size
     if strategy.quantization == "fp8":  # of the layers; embeddings and output layer stay as they are
         weights = (weights + 2 * hf.vocab_size * hf.hidden * size // parallel) // 2
     forward = strategy.max_batched_tokens * (4 * hf.hidden + 3 * hf.feed_forward // parallel) * size
     forward += strategy.max_running_requests * hf.vocab_size * 4 + GRAPHS_BYTES
-    share = strategy.gpu_memory_utilization * device_bytes / config.actor_infer.replicas_per_device
+    share = strategy.gpu_memory_utilization * device_bytes
     given = strategy.kv_cache_mb
     return RankMemory(weights, forward=forward, kv_cache=given * 10**6 if given else max(0, int(share - weights - forward)))
 

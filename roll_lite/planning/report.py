@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -14,6 +15,7 @@ from roll_lite.config.arithmetic import (
     device_numbers,
     longest_sequence,
     max_model_len,
+    model_parallel_size,
     pipeline_problem,
     roles,
     tensor_parallel_fits,
@@ -22,15 +24,21 @@ from roll_lite.config.arithmetic_tables import render, table
 from roll_lite.config.checks.across import check
 from roll_lite.config.placement import ranges
 from roll_lite.config.placement_picture import draw
-from roll_lite.config.schema.models import ForwardRoleConfig, MegatronStrategyConfig
+from roll_lite.config.schema.models import (
+    EngineStrategyConfig,
+    ForwardRoleConfig,
+    JudgeServerConfig,
+    MegatronStrategyConfig,
+    RewardModelConfig,
+)
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.megatron.traced import RankMemory
-from roll_lite.planning.architecture import Architecture, find
-from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, memory_of_roles
+from roll_lite.planning.architecture import Architecture, find, of_scorer
+from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, engine_memory, memory_of_roles
 from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_each_supply
 from roll_lite.simulator.report import table as table_of_runs
 
-LISTED, TRIED = 5, 40
+LISTED, TRIED = 5, 80
 """Maximum layouts that `roll-lite plan --search` lists and tries."""
 
 
@@ -67,7 +75,7 @@ def remedies(config: RunConfig, model: Architecture, device: Device, phases: lis
     """Yield changes of one setting after which everything fits, with the memory that each saves at the peak."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
-        for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(config, before, device):
+        for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(role.strategy, before, device):
             other = _changed(config, f"{name}.{setting}", value)
             if setting == "strategy.tensor_parallel" and value > 1:
                 other = _changed(other, f"{name}.strategy.sequence_parallel", True) if isinstance(role, ForwardRoleConfig) else other
@@ -89,15 +97,18 @@ def _changes(config: RunConfig, role: ForwardRoleConfig) -> Iterator[tuple[str, 
     yield from (("strategy.tensor_parallel", role.strategy.tensor_parallel * factor) for factor in (2, 4, 8))
 
 
-def _of_engines(config: RunConfig, total: int, device: Device) -> Iterator[tuple[str, Any]]:
-    given = config.actor_infer.strategy.gpu_memory_utilization
-    lower = int(100 * (given - (total / GIB / device.memory_gib - 1))) / 100
-    yield from [("strategy.gpu_memory_utilization", lower)] if 0 < lower < given else []
-    yield from (("strategy.tensor_parallel", config.actor_infer.strategy.tensor_parallel * factor) for factor in (2, 4, 8))
+def _of_engines(strategy: Any, total: int, device: Device) -> Iterator[tuple[str, Any]]:
+    if isinstance(strategy, EngineStrategyConfig):
+        given = strategy.gpu_memory_utilization
+        lower = int(100 * (given - (total / GIB / device.memory_gib - 1))) / 100
+        yield from [("strategy.gpu_memory_utilization", lower)] if 0 < lower < given else []
+        yield from (("strategy.tensor_parallel", strategy.tensor_parallel * factor) for factor in (2, 4, 8))
 
 
 def _changed(section: Any, path: str, value: Any) -> Any:
     name, _, rest = path.partition(".")
+    if isinstance(section, Mapping):
+        return {**section, name: _changed(section[name], rest, value)}
     return section.model_copy(update={name: _changed(getattr(section, name), rest, value) if rest else value})
 
 
@@ -105,41 +116,40 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
     """Return a message if a parallel size does not divide the model."""
     for name, role in roles(config).items():
         strategy, trains = role.strategy, isinstance(role, ForwardRoleConfig)
-        parallel, hf = getattr(strategy, "tensor_parallel", 1), model.hf
+        own = of_scorer(role.path) if isinstance(role, RewardModelConfig | JudgeServerConfig) else model
+        if own is None:
+            continue
+        parallel, hf = getattr(strategy, "tensor_parallel", 1), own.hf
         if not tensor_parallel_fits(parallel, hf.heads, hf.key_value_heads, hf.head_dim if trains else None) or hf.feed_forward % parallel:
             heads = f"{hf.heads} attention heads and {hf.key_value_heads} key/value heads"
-            return f"{name}.strategy.tensor_parallel = {parallel}: does not divide {model.name}'s {heads}; use a smaller power of two"
+            return f"{name}.strategy.tensor_parallel = {parallel}: does not divide {own.name}'s {heads}; use a smaller power of two"
         if isinstance(strategy, MegatronStrategyConfig):
             if found := pipeline_problem(strategy, hf.layers):
                 return f"{name}.strategy.{found[0]}: {found[1]}"
             if strategy.expert_parallel > 1 and (not hf.experts or hf.experts.count % strategy.expert_parallel):
-                return f"{name}.strategy.expert_parallel = {strategy.expert_parallel}: does not divide the experts of {model.name}; use 1"
+                return f"{name}.strategy.expert_parallel = {strategy.expert_parallel}: does not divide the experts of {own.name}; use 1"
     return None
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
     """Try layouts on this many devices in order of estimated speed, fastest first, until enough fit."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
-    for tensor, pipeline, context, recompute, trainers in product(
-        (1, 2, 4, 8), (1, 2, 4), (1, 2), ("none", "selective", "full"), sorted({devices, devices // 2, devices // 4, 3 * devices // 4})
-    ):
-        other, first = config, 0 if trainers == devices else trainers
-        layout = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": context, "recompute": recompute}
-        for name, role in roles(config).items():
-            own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
-            other = _changed(_changed(other, f"{name}.devices", own), f"{name}.offload", first == 0)
-            if isinstance(role, ForwardRoleConfig):
-                strategy = role.strategy.model_copy(update={**layout, "sequence_parallel": tensor > 1, "virtual_pipeline_parallel": 1})
-                other = _changed(other, f"{name}.strategy", strategy)
-        supply = {"supply": "sync"} if first == 0 else {"supply": "async", "max_staleness": 1, "on_sync": "pause"}
-        other = other.model_copy(update={"rollout": other.rollout.model_copy(update=supply)})
-        for budget in sorted({longest_sequence(config), config.actor_train.in_training[0], 2 * config.actor_train.in_training[0]}):
-            one = _changed(other, "actor_train.train_micro_batch_tokens", budget)
-            copies, of_rank = trainers // (tensor * pipeline * context), model.parameters() / tensor / pipeline
-            if copies and of_rank * (6 + 12 / copies) > device.memory_gib * GIB:
+    for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
+        placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
+        for other, layout in product(placed, _layouts(model, trainers)):
+            for name, role in roles(other).items():
+                if isinstance(role, ForwardRoleConfig):
+                    strategy = role.strategy.model_copy(update={**layout, "virtual_pipeline_parallel": 1})
+                    other = _changed(other, f"{name}.strategy", strategy)
+            copies = trainers // model_parallel_size(other.actor_train)
+            of_rank = model.parameters(1, layout["expert_parallel"]) / layout["tensor_parallel"] / layout["pipeline_parallel"]
+            if not copies or of_rank * (6 + 12 / copies) > device.memory_gib * GIB:
                 continue  # weights, gradients and optimizer alone are too large
-            if copies and not check(one, files=False) and layout_problem(one, model) is None:
-                candidates.append((step_time(one, model, device, 10**6).estimate_s, -budget, len(candidates), one))
+            cached = cached_tokens(other, model, engine_memory(other, model, device.memory_gib * GIB))
+            for budget in sorted({longest_sequence(config), config.actor_train.in_training[0], 2 * config.actor_train.in_training[0]}):
+                one = _changed(other, "actor_train.train_micro_batch_tokens", budget)
+                if not check(one, files=False) and layout_problem(one, model) is None:
+                    candidates.append((step_time(one, model, device, cached).estimate_s, -budget, len(candidates), one))
     found: dict[float, Plan] = {}
     for seconds, _, _, one in sorted(candidates)[:TRIED]:
         if len(found) < LISTED and seconds not in found and not (plan := planned(one, model, device)).problems:
@@ -147,8 +157,42 @@ def search(config: RunConfig, model: Architecture, device: Device, devices: int)
     return list(found.values())
 
 
+def _layouts(model: Architecture, trainers: int) -> Iterator[dict[str, Any]]:
+    experts = [one for one in (1, 2, 4, 8, 16) if one == 1 or (model.hf.experts and one <= trainers and model.hf.experts.count % one == 0)]
+    for tensor, pipeline, context, expert, recompute in product((1, 2, 4, 8), (1, 2, 4), (1, 2), experts, ("none", "selective", "full")):
+        sizes = {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "context_parallel": context, "expert_parallel": expert}
+        if trainers % (tensor * pipeline * context) == 0:
+            yield {**sizes, "sequence_parallel": tensor > 1, "recompute": recompute}
+
+
+def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
+    """Place trainers on the first devices and all other roles on the rest or, if none is left, all roles on all of them in turns."""
+    first = 0 if trainers == devices else trainers
+    for name, role in roles(config).items():
+        own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
+        config = _changed(config, f"{name}.devices", own)
+        config = _changed(config, f"{name}.offload", first == 0) if hasattr(role, "offload") else config
+    supply = {"supply": "sync"} if first == 0 else {"supply": "async", "max_staleness": 1, "on_sync": "pause"}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=supply)})
+
+
+def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
+    """Yield the engines' own tensor_parallel and the fastest other one whose cache has room for a sample."""
+    seconds: dict[int, float] = {}
+    given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
+    for parallel in {1, 2, 4, 8, given}:
+        one = _changed(config, "actor_infer.strategy.tensor_parallel", parallel)
+        cached = cached_tokens(one, model, engine_memory(one, model, device.memory_gib * GIB))
+        if engines % parallel == 0 and cached >= max_model_len(one):
+            time = step_time(one, model, device, cached)
+            seconds[parallel] = time.phases["generate"].seconds + time.longest_s
+    for parallel in sorted(seconds, key=lambda one: (one != given, seconds[one]))[:2]:
+        yield _changed(config, "actor_infer.strategy.tensor_parallel", parallel)
+
+
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     """Plan and print. Return the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)  # warns of experts in every traced layer
     try:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]
         if problem := layout_problem(config, model):
@@ -169,6 +213,7 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     verdict = "fits" if not plan.problems else "\n".join(f"will not fit: {one}" for one in plan.problems)
     remedy = [f"change: {one}" for one in advice] or (["no single change makes it fit; try --search"] if plan.problems else [])
     title = f"{model.name}, {model.parameters() / 1e9:.2f} billion parameters, on {parsed.device} ({device.memory_gib} GiB)"
+    left_out = [f"not counted, its model being unknown: {name}" for name in roles(config) if name not in plan.memory]
     cache = f"KV cache of an engine: {plan.cached_tokens:,} tokens"
     tables = [
         title,
@@ -181,7 +226,7 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
         table_of_runs(runs),
         share,
     ]
-    sys.stdout.write("\n\n".join([*tables, "\n".join([verdict, *remedy])]) + "\n")
+    sys.stdout.write("\n\n".join([*tables, "\n".join([*left_out, verdict, *remedy])]) + "\n")
     return bool(plan.problems)
 
 
@@ -229,9 +274,10 @@ def _print(plans: list[Plan], model: Architecture, parsed: Any) -> int:
         actor, engines = one.config.actor_train, one.config.actor_infer
         devices = f"{ranges(device_numbers(actor.devices))} | {ranges(device_numbers(engines.devices))}"
         fullest = _gib(max(phase.total for phase in one.phases))
-        layout = [derive(one.config).clusters["actor_train"].layout, actor.strategy.recompute, str(actor.in_training[0])]
+        clusters = derive(one.config).clusters
+        layout = [clusters["actor_train"].layout, clusters["actor_infer"].layout, actor.strategy.recompute, str(actor.in_training[0])]
         rows.append([devices, *layout, one.config.rollout.supply, fullest, f"{one.time.estimate_s:.1f}"])
-    header = ["trainer | engines", "layout", "recompute", "micro-batch tokens", "supply", "fullest GiB", "step s"]
+    header = ["trainer | engines", "layout", "engines", "recompute", "micro-batch tokens", "supply", "fullest GiB", "step s"]
     if parsed.json:
         sys.stdout.write(json.dumps([dict(zip(header, row, strict=True)) for row in rows]) + "\n")
     else:

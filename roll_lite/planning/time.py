@@ -68,8 +68,12 @@ class StepTime:
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate
         ahead = self.scenario.rollout.supply != "sync" and not self.scenario.takes_turns
-        longest = max(one.max_tokens for one in self.scenario.domains) * self.scenario.rates.pass_s
-        return max(generate, others) if ahead else generate + longest + others
+        return max(generate, others) if ahead else generate + self.longest_s + others
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of one response of maximum length."""
+        return max(one.max_tokens for one in self.scenario.domains) * self.scenario.rates.pass_s
 
 
 def step_time(config: RunConfig, model: Architecture, device: Device, cached_tokens: int) -> StepTime:

@@ -317,6 +317,63 @@ def test_the_overlong_punishment_of_dapo() -> None:
     assert done.config["rollout"]["oversample"] == 3 and done.config["rollout"]["filter"] == {"name": "accuracy"}
 
 
+FULLY_ASYNCHRONOUS = """\
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+NODES=${NODES:-}
+name=${NAME:-}
+extra=()
+case "${DEVICE}" in
+    gpu)
+        per_node=${NODES_DEVICES:-${NGPUS:-8}}
+        ;;
+    npu)
+        per_node=16
+        extra+=("trainer.device=npu")
+        ;;
+esac
+name=${name:-two_pools}
+python -m recipe.fully_async_policy.fully_async_main \\
+    data.train_batch_size=0 data.gen_batch_size=1 trainer.experiment_name="$name" "${extra[@]}" \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.rollout.n=16 model_engine=megatron \\
+    actor_rollout_ref.actor.megatron.use_dist_checkpointing=False \\
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY \\
+    trainer.nnodes=4 trainer.n_gpus_per_node=${per_node} rollout.nnodes=${NODES:-12} rollout.n_gpus_per_node=${per_node} \\
+    rollout.total_rollout_steps=$(((512*400))) rollout.test_freq=20 \\
+    async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 async_training.partial_rollout=True \\
+    async_training.use_rollout_log_probs=True reward.reward_model.model_path=acme/rm
+"""
+"""Settings of verl's asynchronous scripts, and what its scripts do to run on GPUs and NPUs."""
+
+
+def test_a_fully_asynchronous_run_of_verl() -> None:
+    done = Conversion("verl", FULLY_ASYNCHRONOUS, "run.sh")
+    config, told = done.config, {problem.path: problem.message for problem in done.told}
+    assert config["rollout"] == {
+        "prompts_per_step": 512,  # 4 x 128
+        "samples_per_prompt": 16,
+        "supply": "async",
+        "max_staleness": 1,
+        "on_sync": "pause",
+    }
+    assert config["algorithm"]["mini_batches"] == 4 and config["algorithm"]["old_log_probs"] == "rollout"
+    assert config["steps"] == 400 and config["validation"]["every"] == 20 and config["experiment"] == "two_pools"
+    assert config["placement"] == {"name": "split", "nodes": 16}, "devices_per_node: 8, not the NPUs' 16"
+    assert (config["actor_train"]["devices"], config["actor_infer"]["devices"]) == (32, 96)
+    assert not any("is not known here" in message for message in told.values())
+    assert "trainer.device" not in told, "of the NPUs' branch"
+    assert told["data.gen_batch_size"] == "asynchronous engines start prompts one by one"
+    assert "engine_args" in told["actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode"]
+    assert "reward_models.NAME.path" in told["reward.reward_model.model_path"]
+
+
+def test_engines_apart_without_staleness_are_synchronous() -> None:
+    text = "x -m verl.main data.train_batch_size=64 rollout.nnodes=1 trainer.nnodes=1 async_training.staleness_threshold=0"
+    config = Conversion(
+        "verl", f"{text} actor_rollout_ref.actor.ppo_mini_batch_size=64 async_training.partial_rollout=True", "run.sh"
+    ).config
+    assert config["rollout"] == {"prompts_per_step": 64, "samples_per_prompt": 1} and config["placement"] == {"name": "split", "nodes": 2}
+
+
 def test_epochs_are_noted() -> None:
     done = Conversion("verl", "x -m verl.trainer.main_ppo data.train_batch_size=64 trainer.total_epochs=15", "run.sh")
     assert done.config["steps"] == "???"

@@ -22,7 +22,7 @@ from roll_lite.files import CONFIGS
 from roll_lite.hub import located
 from roll_lite.planning.architecture import TABLE, Architecture, find, of_config
 from roll_lite.planning.memory import GIB, by_phase, cached_tokens, engine_memory, memory_of_roles, rows
-from roll_lite.planning.report import _problems, layout_problem
+from roll_lite.planning.report import _changed, _layouts, _placed, _problems, _with_engines, layout_problem
 from roll_lite.planning.time import DEVICES, engine_rates, step_time
 from roll_lite.workers.objectives import ActorLoss
 
@@ -174,6 +174,31 @@ def test_phases_count_what_is_there() -> None:
     assert full.startswith("actor_infer.strategy: the KV cache has room for 4,000 tokens, one sample takes 4,096; raise")
 
 
+def test_reward_models_and_judges_take_memory_on_their_devices() -> None:
+    rewards = {
+        "chat": "{name: judge, args: {judge: grader}}",
+        "help": "{name: model, args: {model: helpful}}",
+        "odd": "{name: model, args: {model: other}}",
+    }
+    run = config(
+        "qwen2.5_7b_grpo",
+        "domains={" + ", ".join(f"{name}: {{data: {{train: a.jsonl}}, reward: {reward}}}" for name, reward in rewards.items()) + "}",
+        "judges={grader: {path: /models/Qwen2.5-7B-Instruct, devices: [8], strategy: {gpu_memory_utilization: 0.5}}}",
+        "reward_models={helpful: {path: /models/Qwen2.5-1.5B-RM, devices: [9]}, other: {path: /models/nobody, devices: [9]}}",
+    )
+    memory = memory_of_roles(run.model_copy(update={"actor_train": run.actor_infer}), public("Qwen/Qwen2.5-7B"), 80 * GIB)
+    judge, scorer = memory["judges.grader"], memory["reward_models.helpful"]
+    assert judge.weights == 2 * 7_615_616_512 and judge.weights + judge.forward + judge.kv_cache == 40 * GIB
+    assert scorer.weights == 2 * PARAMETERS["Qwen/Qwen2.5-1.5B"] and "reward_models.other" not in memory
+    there = {(one.phase, one.devices): one.roles for one in by_phase(run, memory)}
+    assert there["generate", (8,)] == {"judges.grader": 40 * GIB} and there["train", (8,)] == {"judges.grader": 40 * GIB - judge.forward}
+    assert there["generate", (9,)] == {"reward_models.helpful": scorer.weights + scorer.forward}
+    three = _changed(run, "judges.grader.strategy.tensor_parallel", 3)
+    assert "judges.grader.strategy.tensor_parallel = 3: does not divide Qwen/Qwen2.5-7B's 28" in str(
+        layout_problem(three, public("Qwen/Qwen3-30B-A3B"))
+    )
+
+
 @pytest.mark.slow
 def test_the_7b_fits_as_its_configuration_says() -> None:
     run, model = config(), public("Qwen/Qwen2.5-7B")
@@ -256,6 +281,28 @@ def test_an_unknown_model_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model nobody: no config.json there" in capsys.readouterr().err
     assert main(["plan", "--config-name", "tiny_grpo", "mode=rollout_only"]) == 2
     assert "whole runs are planned" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", sorted(one.stem for one in CONFIGS.glob("*.yaml") if one.stem not in ("evaluate", "gpu_base")))
+def test_every_shipped_configuration_has_a_plan_and_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config-name", name]) == 0
+    assert capsys.readouterr().out.endswith("\nfits\n")
+
+
+def test_a_search_offers_layouts_of_experts_and_of_engines() -> None:
+    moe, dense = public("Qwen/Qwen3-30B-A3B"), public("Qwen/Qwen2.5-7B")
+    assert {one["expert_parallel"] for one in _layouts(moe, 16)} == {1, 2, 4, 8, 16}
+    assert {one["expert_parallel"] for one in _layouts(dense, 16)} == {1} and all(one["tensor_parallel"] <= 2 for one in _layouts(dense, 2))
+    placed = _placed(config("qwen3_30b_a3b_grpo"), 8, 16)
+    assert placed.actor_infer.devices == list(range(8, 16)) and placed.rollout.supply == "async"
+    # 61 GB of weights: in 24 GiB a half has no room, a quarter has, and an eighth is faster
+    parallel = {
+        gib: [one.actor_infer.strategy.tensor_parallel for one in _with_engines(placed, moe, replace(DEVICES["H100"], memory_gib=gib))]
+        for gib in (80.0, 24.0)
+    }
+    assert parallel == {80.0: [2, 8], 24.0: [8, 4]}
 
 
 @pytest.mark.slow

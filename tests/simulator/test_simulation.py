@@ -268,3 +268,16 @@ def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
         place = (span.engine, span.slot)
         assert span.start >= busy[place] - 1e-6, "two requests in one slot"
         busy[place] = span.end  # type: ignore[assignment]
+
+
+def test_staleness_of_full_engines_is_that_of_the_closed_form() -> None:
+    """Applied Compute: running x (longest sample of a group / mean) / batch + utilisation, where training waits for generation."""
+    lengths, batch, running, group, utilisation = LogNormal(400, 1200), 120, 120, 8, 0.67
+    shares = [(place + 0.5) / 20_000 for place in range(20_000)]
+    mean = sum(map(lengths.draw, shares)) / len(shares)
+    longest = sum(lengths.draw(share ** (1 / group)) for share in shares) / len(shares)
+    trainer = TrainerModel(overhead_s=utilisation * batch * mean / running)
+    one = scenario(DomainModel("a", lengths, max_tokens=10**6, prompt_tokens=2, samples_per_prompt=group), steps=60, prompts=batch // group)
+    rollout = one.rollout.model_copy(update={"supply": "async", "max_staleness": 20, "request_timeout_s": 1e9, "samples_per_prompt": group})
+    full = replace(one, engines=running // 8, limits=EngineLimits(8), rates=EngineRates(1.0), rollout=rollout, trainer=trainer)
+    assert simulate(full).staleness == pytest.approx(running * longest / mean / batch + utilisation, rel=0.05)

@@ -27,6 +27,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(?P<open>\(?)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
 _END = re.compile(r"[|&;]+|\d?[<>].*")
 _BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
+_NOT_GPU = re.compile(r"\s*npu\)")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
@@ -195,12 +196,15 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays, each a list of (word, line number). All branches are read."""
+    """Split a shell script into commands and arrays, each a list of (word, line number). All branches but `npu)` are read."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
-    before, is_array = "", False
+    before, is_array, is_skipped = "", False, False
     for number, line in enumerate(text.splitlines(), 1):
         line = line.rstrip()
+        is_skipped = _NOT_GPU.fullmatch(line) is not None or (is_skipped and line.lstrip() != ";;")
+        if is_skipped:
+            continue
         goes_on = line.endswith("\\") or bool(command and line.lstrip().startswith("#"))
         before += line.removesuffix("\\")
         try:
@@ -232,8 +236,9 @@ def _filled(text: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()
         if name is not None:
-            default = f"${{oc.env:{name}}}" if default is None else _filled(default, variables).strip("\"'")
-            return variables.get(name, default)
+            if default is None:
+                return variables.get(name, f"${{oc.env:{name}}}")
+            return variables.get(name) or _filled(default, variables).strip("\"'")
         numbers = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\}?", lambda one: variables.get(one[1], one[1]), total or "")
         if re.fullmatch(r"[\d\s+*/%()-]+", numbers):
             return str(evaluate(numbers.replace("/", "//")))
