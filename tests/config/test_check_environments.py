@@ -262,7 +262,8 @@ def test_what_only_an_import_tells(
     (tmp_path / "fails.py").write_text("async def play(task, policy): ...\nraise SystemExit('no key')")
     (tmp_path / "no_tools.jinja").write_text(NO_TOOLS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "ours", raising=False)
+    monkeypatch.setitem(sys.modules, "ours", None)  # whatever is imported now goes after the test
+    del sys.modules["ours"]
     overrides = [one.replace("no_tools.jinja", str(tmp_path / "no_tools.jinja")) for one in overrides]
     with pytest.raises(ConfigError) as refused:
         load_config(name, CONFIGS, overrides, further=[check_environments])
