@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from roll_lite.config.compose.merging import merge
 from roll_lite.config.problems import did_you_mean
 
 
@@ -24,18 +21,8 @@ def preset(name: str) -> dict[str, Any]:
     return presets()[name]
 
 
-def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return a domain with its preset's settings as defaults. If the domain sets `data.train`, the preset's training and validation files
-    are left out."""
-    data = domain["data"]
-    entry = preset(str(data["preset"]))
-    full: dict[str, Any] = copy.deepcopy(entry["domain"])
-    splits = {} if "train" in data else {split: entry[split] for split in ("train", "validation") if split in entry}
-    full["data"] = {**splits, **full.get("data", {})}
-    if "validation_preset" in data and "validation" not in data and data["validation_preset"] is not None:
-        full["data"]["validation"] = preset(str(data["validation_preset"]))["validation"]
-    merge(full, domain, path)
-    sampling, filters = full.get("sampling"), full["data"].setdefault("filter", {})
-    if isinstance(filters, dict) and isinstance(sampling, dict) and isinstance(longest := sampling.get("max_prompt_tokens"), int):
-        filters.setdefault("prompt_tokens", [1, longest])  # drops longer prompts, and reports how many
-    return full
+def validation_preset(name: str) -> Any:
+    """Return the held-out files of a preset."""
+    if "validation" not in (entry := preset(name)):
+        raise ValueError("this preset has no held-out prompts; take another one, or set data.validation")
+    return entry["validation"]

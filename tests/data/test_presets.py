@@ -16,8 +16,9 @@ import yaml
 from pyarrow import parquet
 
 from roll_lite.cli import main
+from roll_lite.config.compose.layers import expanded
 from roll_lite.config.loading import load_config
-from roll_lite.config.presets import expanded, presets
+from roll_lite.config.presets import presets
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.run import RunConfig
@@ -273,6 +274,11 @@ def test_mistakes_are_told_at_their_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, config_text().replace("gsm8k,", "math,"))
     assert "line 1: has no column 'problem', which the preset math reads; it has question, answer" in str(caught.value)
+    for name, says in (("gsm9k", "no such preset; did you mean 'gsm8k'?"), ("dapo17k", "this preset has no held-out prompts")):
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path, config_text().replace("gsm8k,", f"gsm8k, validation_preset: {name},"))
+        (problem,) = caught.value.problems
+        assert problem.path == "domains.words.data.validation_preset" and problem.message.startswith(says)
 
 
 # ---------------------------------------------------------------- on the command line

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -17,7 +19,7 @@ from omegaconf.resolvers import oc
 from roll_lite.config.compose.merging import merge, spell_out
 from roll_lite.config.compose.overrides import Override, apply_override, names_first, parse_override
 from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
-from roll_lite.config.presets import expanded
+from roll_lite.config.presets import preset, validation_preset
 from roll_lite.config.problems import LEFT_OUT, NO_VALUE, Missing, Path, Problem, close_names, did_you_mean, dotted
 from roll_lite.config.validation import words_at
 from roll_lite.files import CONFIGS, first_line, is_file, read_text
@@ -161,6 +163,24 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
             except ValueError as error:
                 composer.refuse(dotted((*path, "data", "preset")), str(error), data["preset"], (*path, "data"))
                 composer.broken.add((*path, "reward"))  # so that it does not count as missing
+
+
+def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Return a domain with its preset's settings as defaults. If the domain sets `data.train`, the preset's training and validation files
+    are left out."""
+    data = domain["data"]
+    entry = preset(str(data["preset"]))
+    full: dict[str, Any] = copy.deepcopy(entry["domain"])
+    splits = {} if "train" in data else {split: entry[split] for split in ("train", "validation") if split in entry}
+    full["data"] = {**splits, **full.get("data", {})}
+    if "validation" not in data and data.get("validation_preset") is not None:
+        with suppress(ValueError):  # told by the schema
+            full["data"]["validation"] = validation_preset(str(data["validation_preset"]))
+    merge(full, domain, path)
+    sampling, filters = full.get("sampling"), full["data"].setdefault("filter", {})
+    if isinstance(filters, dict) and isinstance(sampling, dict) and isinstance(longest := sampling.get("max_prompt_tokens"), int):
+        filters.setdefault("prompt_tokens", [1, longest])  # drops longer prompts, and reports how many
+    return full
 
 
 def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:

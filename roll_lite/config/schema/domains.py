@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from roll_lite.config.presets import validation_preset
 from roll_lite.config.problems import did_you_mean
 from roll_lite.config.schema.base import (
     ASCENDING,
@@ -39,11 +40,16 @@ class DataFilterConfig(Section):
 DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotated[dict[DataPath, PositiveFloat], Field(min_length=1)]
 
 
+def _has_held_out_prompts(name: str) -> str:
+    validation_preset(name)
+    return name
+
+
 class DataConfig(Section):
     preset: str | None = None
     """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
     need its columns."""
-    validation_preset: str | None = None
+    validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
     """Preset for held-out prompts, if different."""
     train: DataFiles | None = None
     """Training prompts, for every mode but evaluate: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
