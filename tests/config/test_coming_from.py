@@ -366,6 +366,37 @@ def test_a_fully_asynchronous_run_of_verl() -> None:
     assert "reward_models.NAME.path" in told["reward.reward_model.model_path"]
 
 
+@pytest.mark.parametrize(
+    ("data", "train"),
+    [
+        ("OpenRLHF/prompt-collection-v0.1", "hf://OpenRLHF/prompt-collection-v0.1"),
+        ("data/train.jsonl", "data/train.jsonl"),
+        ("./data/math", "./data/math"),
+        ("/data/math", "/data/math"),
+    ],
+)
+def test_a_data_set_of_the_hub(data: str, train: str) -> None:
+    done = Conversion("openrlhf", f"x -m openrlhf.cli.train_ppo_ray --prompt_data {data} --eval_dataset {data}", "run.sh")
+    assert done.config["domains"]["main"]["data"] == {"train": train, "validation": train, "prompt": "input"}
+
+
+@pytest.mark.parametrize(
+    ("project", "text", "keys"),
+    [
+        (
+            "verl",
+            "x -m verl.main actor_rollout_ref.actor.megatron.use_remove_padding=True",
+            ["actor_rollout_ref.actor.megatron.use_remove_padding"],
+        ),
+        ("roll", "lora_rank: 32\nactor_train: {model_args: {lora_rank: '${lora_rank}'}}", ["lora_rank"]),
+        ("openrlhf", "x -m openrlhf.cli.train_ppo_ray --rollout_batch_size 8 --disco_beta 1.0", ["disco_beta"]),
+    ],
+)
+def test_settings_that_examples_name_are_known(project: str, text: str, keys: list[str]) -> None:
+    done = Conversion(project, text, "file.yaml" if project == "roll" else "run.sh")
+    assert not [one for one in done.told if one.path in keys and "is not known here" in one.message]
+
+
 def test_engines_apart_without_staleness_are_synchronous() -> None:
     text = "x -m verl.main data.train_batch_size=64 rollout.nnodes=1 trainer.nnodes=1 async_training.staleness_threshold=0"
     config = Conversion(
