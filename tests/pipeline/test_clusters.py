@@ -149,7 +149,7 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
     weights = SimpleNamespace(sender=lambda version: actor if version == 3 else None)
     engines = Engines(Replicas(), SimpleNamespace(offload=True))  # type: ignore[arg-type]
     restarts = SimpleNamespace(living=lambda parts: [0])
-    source = LiveRollouts(engines, restarts, None, None, {}, 1, None, weights)  # type: ignore[arg-type]
+    source = LiveRollouts(engines, restarts, None, None, {}, {}, 1, None, weights)  # type: ignore[arg-type]
 
     def sync_weights() -> None:
         if step.version == 3:

@@ -66,6 +66,8 @@ class Pending:
 class Source:
     """Notes what the pipeline does."""
 
+    judge_roles = ()
+
     def __init__(self, looks: int) -> None:
         self.looks = looks
         self.version = 0

@@ -27,7 +27,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(?P<open>\(?)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
 _END = re.compile(r"[|&;]+|\d?[<>].*")
 _BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
-_NOT_GPU = re.compile(r"\s*npu\)")
+_NPU_BRANCH = re.compile(r"\s*npu\)")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
@@ -202,7 +202,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
     before, is_array, is_skipped = "", False, False
     for number, line in enumerate(text.splitlines(), 1):
         line = line.rstrip()
-        is_skipped = _NOT_GPU.fullmatch(line) is not None or (is_skipped and line.lstrip() != ";;")
+        is_skipped = _NPU_BRANCH.fullmatch(line) is not None or (is_skipped and line.lstrip() != ";;")
         if is_skipped:
             continue
         goes_on = line.endswith("\\") or bool(command and line.lstrip().startswith("#"))
