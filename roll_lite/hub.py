@@ -1,7 +1,7 @@
 """Hugging Face hub names in place of model folders and data files.
 
 While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
-a path in this node's cache. Other nodes find it in theirs (`HubPath`)."""
+a path in this node's cache. Other nodes use their own caches (`HubPath`)."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the cache path of a hub name; None if `path` is a path of this machine. A model's name needs no hf://, unless the path or its
-    first folder exists here."""
+    """Return the cache path of a hub name; None if `path` is a path of this machine. A model's name needs hf:// only if it or its first
+    folder exists here."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)

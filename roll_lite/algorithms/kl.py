@@ -74,7 +74,7 @@ def kl_loss(
 
 
 LARGEST_ERROR = 0.2
-"""Limit of the KL's relative deviation from its target, per step."""
+"""Limit of |kl / target - 1| in one update of the coefficient."""
 
 
 class KlController:

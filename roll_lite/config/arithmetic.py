@@ -36,7 +36,7 @@ EngineOffload = Literal["never", "with_copy", "without_copy"]
 class ClusterArithmetic:
     devices: tuple[int, ...]
     copies: int
-    """Data-parallel size, or an engine's number of replicas."""
+    """Number of data-parallel ranks or of engine replicas."""
     layout: str
     shares_with: tuple[str, ...]
 
@@ -50,7 +50,7 @@ class PassArithmetic:
     rows: int
     """Samples on the fullest rank if all are equally long."""
     most_rows: int
-    """Samples on the fullest rank if every other rank has one long sample."""
+    """Samples on the fullest rank in the most uneven split: one long sample on every other rank."""
     longest: int
     budget: int
     """Token limit of a micro-batch; a longer sample runs alone."""
@@ -221,8 +221,8 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly. Trainers split a key/value head that several ranks share (`head_dim`: its
-    size); engines copy it (None)."""
+    """True if `size` ranks can split the attention heads evenly. If several ranks share a key/value head, trainers split its `head_dim`;
+    engines copy the head (`head_dim` None)."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -390,5 +390,6 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Return the samples on the fullest rank in two cases: all are equally long; every other rank has only one."""
+    """Return the samples on the fullest rank: if all samples are equally long, and in the most uneven split (one sample on every other
+    rank)."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

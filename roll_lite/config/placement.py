@@ -86,8 +86,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Return the number of devices by role. Default: the highest given in the group; if none is given, all devices if `has_whole_cluster`
-    (judges: 1), else 1."""
+    """Return the number of devices by role. Roles without one get the highest in the group; if no role gives one, 1, or all devices if
+    `has_whole_cluster` (judges: 1)."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1
@@ -96,7 +96,7 @@ def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_wh
 
 def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
     """Choose `wanted` devices that are not `taken`, in blocks of `block_size`. A block is on one node if it fits, else split equally over
-    few nodes. Missing devices get numbers beyond the last, which a later check reports."""
+    few nodes. If too few are free, numbers beyond the last device follow, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

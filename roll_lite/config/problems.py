@@ -89,7 +89,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting or of its list marks a secret (key, token, ...)."""
+    """True if the name of the setting (for a list item, of the list) marks a secret: key, token, ..."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 

@@ -270,8 +270,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: from a mapping, an entry that an earlier layer set (`inherited`); elsewhere, a setting that falls back
-    to its default."""
+    """True if null removes the key instead of being its value: for an entry of a mapping set by an earlier layer (`inherited`), or a
+    setting that returns to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -33,8 +33,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked: SCANNED_ROWS (about two seconds) per file or, for presets and for a table's columns other than the tag,
-TABLE_ROWS."""
+"""Maximum rows checked of a data file: SCANNED_ROWS (about two seconds); TABLE_ROWS for presets, and for a table's columns other than the
+tag."""
 NAMED_LINES = 5
 
 
@@ -90,7 +90,7 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Raises RowError if the value is unusable."""
+    """Return a row's value; RowError if it is unusable."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
@@ -212,9 +212,9 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield rows of each shard: all configured columns of the first TABLE_ROWS, only the tag of later ones (up to SCANNED_ROWS). Columns
-    that are not read hold _NOT_READ. Once a shard lacks a configured column, only the tag is read; a shard that lacks the tag too yields
-    one row without values."""
+    """Yield rows of all shards. The first TABLE_ROWS of a shard hold all configured columns; later ones, up to SCANNED_ROWS, only the tag.
+    Columns that are not read hold _NOT_READ. From the first shard without a configured column on, only the tag is read; a shard that lacks
+    the tag too yields one row without values."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -251,7 +251,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _as_in_header(config: RunConfig) -> dict[str, Any]:
-    """Raises Refused if a needed field is invalid."""
+    """Return the configuration as dump headers store it; Refused if a needed field is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _validate_all(getattr(config, name))
     return config.model_dump(mode="json")

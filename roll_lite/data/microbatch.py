@@ -44,13 +44,13 @@ class Multiples:
     tokens: int = 1
     """Pad a micro-batch's tokens to a multiple of this, for sequence and context parallelism."""
     count: int = 1
-    """Run a multiple of this many micro-batches: interleaved pipeline stages run this many per model chunk."""
+    """Required divisor of the number of micro-batches: interleaved pipeline stages run this many per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches to aim for at least,
-        because another rank runs that many."""
+        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches that another rank
+        runs; aim for at least as many."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return file name -> text without nulls: in tables, a row has null for the files of other rows."""
+    """Return file name -> text, without the nulls that tables hold for other rows' files."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")

@@ -271,7 +271,7 @@ class Transcript(Branch):
     finish_reason: FinishReason | None = None
     episode: EpisodeRecord | None = None
     branches: tuple[Branch, ...] = ()
-    """Further rows. Responses that belong to another row count as prompt here, so that each is trained on once."""
+    """Further rows. They count responses that another row trains on as prompt."""
 
     @property
     def rows(self) -> tuple[Branch, ...]:

@@ -48,7 +48,7 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. Others wait for free devices, and count as lost until they start."""
+    """Number of ranks that start with the cluster; None: all. The rest wait for free devices, and count as lost until they start."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:

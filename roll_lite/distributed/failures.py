@@ -13,7 +13,7 @@ from roll_lite.files import first_line
 
 LOG_LINES = 15
 BUDGET_SECONDS = 3600.0
-"""Seconds within which something may restart a number of times."""
+"""Time window in which RestartBudget counts restarts."""
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -37,7 +37,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return the failure that ends the run after so many restarts."""
+        """Return a copy, not retryable, that tells the number of restarts and the YAML path of their limit."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -46,13 +46,13 @@ class RankFailed(RuntimeError):
 
 
 class RestartBudget:
-    """Counts restarts, of which each name has so many within BUDGET_SECONDS."""
+    """Counts restarts by name within the last BUDGET_SECONDS."""
 
     def __init__(self) -> None:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Count a restart, unless it is one too many."""
+        """Count a restart and return True, unless `name` has used up its `restarts`."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
         if len(times) >= restarts:
@@ -68,7 +68,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Every member of a Fleet is dead. `place`: the last one's number."""
+    """Every member of a Fleet is dead. `place`: number of the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -112,7 +112,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Return a one-line cause. `name`: process to put in front, unless the error is a MemberLost."""
+    """Return a one-line cause. `name`: process name to prepend, unless the error is a MemberLost."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):

@@ -145,7 +145,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Member number -> cause of the loss, for members that do not serve again yet."""
+        """Member number -> cause of the loss, kept until the member serves again."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -164,7 +164,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Mark the member as busy inside the block, which first waits until no `drained` block is left."""
+        """Wait until no `drained` block is active, then mark the member as busy inside the block."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1

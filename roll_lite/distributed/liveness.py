@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer. Each `look` adds at most `most_s`, so that pauses of this process hardly count."""
+    """Seconds without an answer. `look` adds the time since the last call, at most `most_s`: pauses of this process hardly count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -78,8 +78,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call, at most `most_s` (None: 2 * `look_s`), to `silent_s` (since the last answer) and `waited_s`
-        (since the last question)."""
+        """Add the time since the last call to `silent_s` (time since the last answer) and `waited_s` (time since the last question).
+        `most_s`: maximum to add; None: 2 * `look_s`."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

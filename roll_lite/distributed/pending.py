@@ -114,9 +114,9 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def nobody_is_left(group: RankGroup) -> NoReturn:
-    """Raise the failure of independent ranks that are all dead.
+    """Raise the failure of a cluster whose independent ranks are all dead.
 
-    If the worker that supervises them also dies within BLAME_SECONDS, raise that worker's failure, which names the cause."""
+    If their supervising worker also dies within BLAME_SECONDS, raise the supervisor's failure, which names the cause."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -217,7 +217,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if this rank supervised a Fleet that is down, of the Fleet's last member."""
+    """Raise the failure of a dead rank or, if this rank supervised a Fleet that is down, of the Fleet's member that died last."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

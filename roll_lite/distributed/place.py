@@ -75,7 +75,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""Consecutive polls that must find a process stopped, and their interval in seconds: a slow process runs at some poll."""
+"""(Number of consecutive polls that must all find a process stopped, seconds between polls). A merely slow process runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 """Role by class name of the workers that the rollout service starts."""
 

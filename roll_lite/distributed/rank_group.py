@@ -34,7 +34,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Poll for an answer. Return the seconds that the open question has waited, without pauses of this process."""
+        """Check for an answer. Return the seconds since the unanswered question (0 if none), without pauses of this process."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()

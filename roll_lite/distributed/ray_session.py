@@ -219,8 +219,8 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap ended processes that this process inherited from killed workers. `own`: pids of its children since Ray's start, which other code
-    reaps."""
+    """Reap ended processes that this process inherited from killed workers. `own`: pids of children right after Ray's start, which
+    other code reaps."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)

@@ -145,7 +145,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that reserves a port, free unless given; only a server with SO_REUSEADDR can also bind that port."""
+    """Return a socket that reserves a port (0: any free port); only a server with SO_REUSEADDR can also bind that port."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, port))

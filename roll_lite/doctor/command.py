@@ -57,7 +57,7 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
 
 
 def reach_ray(address: str | None) -> str:
-    """Start Ray as a run on this machine does, or attach to a cluster."""
+    """Start Ray as a run does, or attach to a cluster. Return a sentence about it."""
     started = time.monotonic()
     with ray_session(RayConfig(address=address), None) as session:
         if session.started:
@@ -67,7 +67,7 @@ def reach_ray(address: str | None) -> str:
 
 
 def run_tiny(why: str, engine: str, address: str | None, *settings: str) -> Diagnosis:
-    """Run the shipped tiny model with an engine and these settings. The folder of a run that fails is kept."""
+    """Run the shipped tiny model with an engine and these settings; keep the folder of a failed run. `why`: prefix of the check's name."""
     from roll_lite.pipeline.agreement import BOUND  # imports torch
 
     check, started, folder = f"{why} {engine}", time.monotonic(), Path(tempfile.mkdtemp(prefix="doctor-"))

@@ -47,7 +47,7 @@ LEAST_FREE = 0.9
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (docs/environment.md) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
-"""Name of a GPU, its free bytes, and all."""
+"""GPU: name, free bytes, total bytes."""
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Diagnosis:
     check: str
     value: str
     remedy: str = ""
-    """Empty if all is well."""
+    """What to do; empty if all is well."""
     status: str = "fault"
-    """fault or warning; ok without a remedy."""
+    """fault or warning; becomes ok if there is no remedy."""
     node: str = ""
     """Address of the node, if several are checked."""
 
@@ -131,7 +131,8 @@ def ask_torch() -> tuple[str, list[Memory], list[str]]:
 
 
 def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: str) -> Iterator[Diagnosis]:
-    """Report GPUs that work. `versions`: of torch and driver; `topology`: output of `nvidia-smi topo -m`."""
+    """Report GPUs, free memory and links. `versions`: of torch and driver; `blind`: pairs without peer access; `topology`: output of
+    `nvidia-smi topo -m`."""
     used = [f"GPU {n} has {free / GIB:.0f} GiB free" for n, (_, free, total) in enumerate(gpus) if free < LEAST_FREE * total]
     remedy = f"{', '.join(used)}: end the processes that nvidia-smi lists, or leave these out by CUDA_VISIBLE_DEVICES" if used else ""
     yield Diagnosis("gpus", f"{len(gpus)} x {' and '.join(sorted({name for name, *_ in gpus}))}, {versions}", remedy, "warning")
@@ -176,7 +177,7 @@ def check_sandbox(walls: str = "namespaces") -> Iterator[Diagnosis]:
 
 
 def check_clock(newest: Path = Path(__file__)) -> Iterator[Diagnosis]:
-    """Check that the clock is not behind an installed file. `newest`: that file."""
+    """Check that the clock is not behind the modification time of `newest`, an installed file."""
     value = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
     yield Diagnosis("clock", value, SET_CLOCK if newest.stat().st_mtime - time.time() > MOST_CLOCK_SECONDS else "", "warning")
 

@@ -34,14 +34,14 @@ LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME
 
 
 class NodeWorker(Worker):
-    """Process on a node, in a process group with one on every other node."""
+    """Process on a node; the processes of all nodes form a process group."""
 
     def check(self, run_folder: Path) -> list[Diagnosis]:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from workers that reserve none
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure an all-reduce among some ranks (collective over all). Returns bytes per second that each of them sends; 0 on other
+        """Measure an all-reduce among some ranks; all ranks must call this. Returns bytes per second that each of them sends; 0 on other
         ranks."""
         import torch
         import torch.distributed as dist
@@ -95,8 +95,8 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
-    """Yield the speeds, and links that are slower than others. `speeds`: bytes per second from each place to the next, and last in
-    an all-reduce over all."""
+    """Yield the speeds, and links that are slower than others. `speeds`: bytes per second from each place to the next; last entry: in an
+    all-reduce over all."""
     *pairs, together = speeds
     told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
     yield Diagnosis(backend, told)

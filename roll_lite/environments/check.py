@@ -30,7 +30,7 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Stands for shipped tools, whose schemas only a started sandbox, index or server tells."""
+"""Placeholder for shipped tools, whose real schemas need a started sandbox, index or server."""
 
 
 def check_environments(config: RunConfig) -> Iterator[Problem]:

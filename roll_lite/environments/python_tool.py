@@ -67,7 +67,7 @@ class Interpreter:
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
         self.longest_wait_s = LONGEST_S
-        """Longest wait of a call for the response's earlier ones, which with its own time ends before turn_timeout_s."""
+        """Maximum seconds that a call waits for earlier calls of its response: waiting and running must end before turn_timeout_s."""
         self._settings = settings
         self._peer: socket.socket | None = None
 

@@ -57,8 +57,8 @@ def family_of(chat_template: str) -> CallFormat | None:
 
 
 class ToolCallParser:
-    """Parser of tool calls. `form`: None finds none. `tools`: OpenAI schemas, for the types of arguments written as text. `thinking`: the
-    generation prompt already opens the thoughts."""
+    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, for the types of arguments written as text.
+    `thinking`: the generation prompt already opens the thoughts."""
 
     def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
         self._tokenizer = tokenizer

@@ -46,8 +46,8 @@ class RunHealth:
     """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """Take `compares_groups`: True if equal scores of a prompt's samples teach nothing. Several `domains` are also checked one by
-        one."""
+        """`compares_groups`: True if equal scores of a prompt's samples teach nothing. `domains`: if several, each is also checked
+        alone."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

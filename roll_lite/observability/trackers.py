@@ -26,7 +26,7 @@ from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""Ids of this run at tracking services, also stored in checkpoints. A run that resumes this run continues under them."""
+"""File with the run's ids at tracking services, also stored in checkpoints: a run that resumes this one continues under these ids."""
 
 
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")

@@ -35,13 +35,12 @@ FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 STALE_FLOOR = 0.05
 """FLOOR for samples that older weights generated."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiples of the usual difference above which an error is raised. STALE_FACTOR: for samples of older weights."""
+"""Multiples of the earlier steps' median, or of the other engines' mean, above which an error is raised. STALE_FACTOR: for samples of older
+weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Number of earlier steps over which the usual difference is a median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older
-weights), at most
-MOST_STEPS."""
+"""Number of earlier steps in the median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most MOST_STEPS."""
 Age = tuple[int, int]
 """Age of a sample: number of weight updates since its oldest token was generated, and since its newest."""
 CURRENT = (0, 0)

@@ -30,7 +30,7 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Maximum tokens of a step with which `batches.write: auto` writes batches: some megabytes on disk."""
+"""Maximum possible tokens of a step for which `batches.write: auto` writes batches: some megabytes on disk."""
 AUTO_STEPS = 500
 """Number of first steps that `batches.write: auto` writes, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")

@@ -78,9 +78,10 @@ FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNE
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's allocators; the first has priority."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues: with one, kernels start in launch order, by which Megatron overlaps tensor-parallel communication."""
+"""Number of hardware queues (environment variable). With one, kernels start in launch order, which Megatron's tensor-parallel overlap
+needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
-"""Ray's names of GPUs that need no single queue."""
+"""Ray's names of GPUs on which CONNECTIONS need not be one."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -149,7 +150,7 @@ def gpu_environment(
 
 
 def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return setting -> path of each model whose token embeddings are trained. LoRA freezes the actor's."""
+    """Return the path of each model whose token embeddings are trained, by setting. LoRA freezes the actor's embeddings."""
     found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
     if (critic := config.critic) is not None:
         found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}

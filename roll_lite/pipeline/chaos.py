@@ -40,7 +40,7 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """Raise ValueError if `chaos.actions` contains `cut` and one of `nodes` cannot be cut off, or there are none."""
+    """Raise ValueError if `chaos.actions` contains `cut`, but `nodes` is empty or has a node that cannot be cut off."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:

@@ -46,7 +46,8 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy stays meanwhile, and recovery.py keeps batches there."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the store must also hold the previous copy and the batches of
+recovery.py."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -59,7 +60,7 @@ FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
 INTERRUPTED_S = 3.0
-"""Timeout in seconds, after an interruption, for the ranks' answers whether a checkpoint is written."""
+"""Seconds, after an interruption, in which ranks must answer whether they have written the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class Checkpoints:
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Verify and load `checkpoint.resume`; return the driver's state, None if unset.
 
-        A run that continues in its folder marks a damaged checkpoint and takes the one before.
+        If the checkpoint is damaged and the run continues in its own folder, mark it and load the previous one.
         """
         if self._config.checkpoint.source is None:
             return None
@@ -297,7 +298,7 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged; use the run's one before, or the start weights.
+        """Mark the newest checkpoint as damaged; fall back to the run's previous one, or to the start weights.
 
         Raise `error` if a resumed run has no other checkpoint of its own.
         """
@@ -385,7 +386,7 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove the checkpoint if the block fails: if the disk stayed full, the run's end could not be recorded."""
+    """Remove the checkpoint if the block fails: a full disk would prevent recording the run's end."""
     try:
         yield
     except Exception as error:

@@ -108,7 +108,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once. The cause is the one that the rollout service saw; if it saw none, the driver's."""
+        """Report each lost engine once, with the cause that the rollout service saw or, if it saw none, the driver."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}

@@ -146,7 +146,7 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step, each within the driver's phase of its name if that was running, else within the step."""
+        """Yield the ranks' spans of this step. Parent of a span: the driver's span of the same phase around its start, or else the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):

@@ -39,7 +39,7 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record a start or resumption after `step`. `again`: this process went back to `step`, so its later lines are void."""
+        """Record a start or resumption after `step`. `again`: this process went back to `step`, so its lines of later steps are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:

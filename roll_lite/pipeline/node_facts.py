@@ -52,8 +52,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect this node's facts, and test whether the other nodes can be reached. `others`: addresses and ports at which they
-        listen."""
+        """Collect this node's facts, and test whether the other nodes can be reached. `others`: their addresses and ports."""
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))

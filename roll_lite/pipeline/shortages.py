@@ -32,7 +32,7 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Shortages of this machine since the object was created."""
+    """Finds shortages (open files, shared memory, memory) behind a failure. Create it at the run's start."""
 
     def __init__(self) -> None:
         self._killed = killed_for_memory()

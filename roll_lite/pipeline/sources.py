@@ -134,7 +134,7 @@ class LiveRollouts(BatchSource):
         return [servers.name for servers in self.judges.values()]
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Start lost judges again, at their old addresses. Samples that they should score meanwhile are tried again by their rewards."""
+        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples that these judges should score."""
         found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
         for name in found:
             if not self._restarts.allows(name, self.judge_restarts[name]):
@@ -309,10 +309,10 @@ class Validations:
         self._journal = journal
         self._running: RunningValidation | None = None
         self.step: int | None = None
-        """Step of the running or else the last validation."""
+        """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation, to be reported under `step`, then call `wait`."""
+        """Start a validation that is reported under `step`, and call `wait`."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}

@@ -153,7 +153,7 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. Return None (the caller must retry) if an engine was lost: others may have read from it.
+        """Wait for engines and trainers. Return None (the caller must retry) if an engine was lost: other engines may have read from it.
 
         Other failures raise RuntimeError with all causes.
         """

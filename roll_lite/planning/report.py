@@ -177,7 +177,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the engines' own tensor_parallel and the fastest other one whose cache has room for a sample."""
+    """Yield configurations with the given tensor_parallel of the engines and with the fastest other one, if their KV cache holds a
+    sample."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:

@@ -143,7 +143,7 @@ def _progress(done: int, total: int) -> None:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load prompts and responses to score. A responses file, or a check of reference answers, needs the whole split."""
+    """Load prompts and the responses to score; the whole split if responses come from a file or reference answers are checked."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:

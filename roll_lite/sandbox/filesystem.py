@@ -79,7 +79,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return two lists: paths with nothing hidden inside, and folders that contain hidden paths, whose entries may only be listed."""
+    """Return two lists: paths with nothing hidden inside, and folders that contain hidden paths and may only be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):

@@ -255,8 +255,8 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard the class of a value that a test reads from a variable or by subscript. Instances of classes older than the program are
-    skipped, containers too: `guard_value` guarded their items."""
+    """Guard the class of a value that a test reads from a variable or by subscript. Skip instances of classes loaded before the program,
+    even containers: `guard_value` has guarded their items."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
@@ -356,7 +356,7 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is not a function, or is another operator of a C class (`__sub__ = float.__mul__`)."""
+    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__` is odd)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 

@@ -129,8 +129,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become the unprivileged user NOBODY in a new user namespace. If that is impossible, return False: the caller must start programs
-    under another user id. PermissionError if it may not do so either."""
+    """Become the unprivileged user NOBODY in a new user namespace. Return False if that is impossible: programs must then start under
+    another user id. PermissionError if that is impossible too."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

@@ -93,7 +93,8 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the earliest admission time, in requested batches, of a group that is fresh enough for the domain's next batch."""
+        """Return the minimum number of batches requested at a group's admission with which it is fresh enough for the domain's next
+        batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -19,10 +19,11 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Number of consecutive lost groups (all samples failed) with which the run fails; 3 times the prompts per batch if that is more."""
+"""First limit: the run fails after this many consecutive lost groups (all samples failed), or 3 times the prompts per batch if that is
+more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Second limit: the run fails if the fraction MAX_LOST_FRACTION of LONG_WINDOW_FACTOR times as many groups is lost."""
+"""Second limit: the run fails if this fraction of a window is lost. Window: LONG_WINDOW_FACTOR times as many groups as the first limit."""
 
 
 class DomainFailed(RuntimeError):
@@ -314,7 +315,7 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups too old for the next batch, and put their prompts first in the queue. `batches_requested` includes the next."""
+        """End groups too old for the next batch, and put their prompts first in the queue. `batches_requested` includes the next batch."""
         stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones

@@ -65,7 +65,7 @@ class Collected:
     """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        """Return a copy whose turns and parts refer to `blocks[number]` instead of a block's number."""
+        """Return a copy whose turns and parts hold the blocks themselves instead of their numbers (indices of `blocks`)."""
         return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 

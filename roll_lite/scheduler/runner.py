@@ -43,7 +43,7 @@ class _Row:
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """Start an empty row or, given `context`, a branch: its prompt is all tokens of another row up to the end of this response."""
+        """Start an empty row or, after the response `context`, a branch: its prompt is all tokens up to the end of this response."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()

@@ -51,7 +51,7 @@ class DomainStats:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     terms: dict[str, float] = field(default_factory=dict)
     episodes: int = 0
-    """Accepted samples that an environment played."""
+    """Accepted samples generated in an environment."""
     of_episodes: dict[str, float] = field(default_factory=dict)
 
     @property

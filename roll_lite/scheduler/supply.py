@@ -14,7 +14,7 @@ class OnSync(StrEnum):
     """Treatment of running responses at a weight update."""
 
     DRAIN = "drain"
-    """Responses end first."""
+    """Running responses finish before the update."""
     PAUSE = "pause"
     """Engines pause, then continue running responses with the new weights."""
     ABORT = "abort"
@@ -99,7 +99,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""1/LEAST_SHARE of a batch's groups must have finished for a log-prob pass before the batch is complete."""
+"""Minimum size of a log-prob pass during generation: 1/LEAST_SHARE of a batch's groups, newly finished."""
 
 
 def least_early(prompts_per_step: int) -> int:

@@ -75,7 +75,7 @@ class SimulatedRun:
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up, in which asynchronous runs deliver short responses first."""
+        """Steps after the warm-up. During warm-up, asynchronous runs deliver short responses first."""
         return self.steps[self.warm_up :]
 
     @property

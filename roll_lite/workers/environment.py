@@ -105,7 +105,7 @@ class EnvironmentPool:
     """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """Run at most `parallel` episodes per worker if `limited`. Deterministic runs are not: they send requests only when all samples
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, which send requests only when all samples
         wait."""
         assert domain.environment is not None
         self._domain = domain

@@ -56,7 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """Take Ray options of a replica's actors on further nodes (`parts`), by replica."""
+        """`parts`: for each replica, the Ray options of its actors on further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -172,9 +172,9 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work. Raise MemberLost if the engine is dead.
+        """Await the engine's work. Raise MemberLost if the engine is dead or raises an error; then a living one is given up.
 
-        A living engine that raises is given up as well, except with the run's first weights: all engines would raise.
+        A living engine's TransferError passes unchanged; with the run's first weights any error does: all engines would raise it.
         """
         try:
             return await work

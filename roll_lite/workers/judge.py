@@ -28,7 +28,7 @@ HEALTH_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 """Seconds without an answer after which a server counts as hanging."""
 PORT_SECONDS = 30.0
-"""Time in which the server of a lost worker must give its port back."""
+"""Maximum seconds until a lost worker's server must have released its port."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class JudgeServer:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def take_over(self, address: JudgeAddress) -> None:
-        """Serve at the address of a lost worker's server, which rewards know."""
+        """Take over the address of a lost worker's server: rewards know no other."""
         host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         if host != self._host:
             raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")

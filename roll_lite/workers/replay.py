@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Reads a step's batch, and the next step's ahead. Tokens go into the object store."""
+    """Reads a step's batch and prefetches the next one. Tokens go into the object store."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ MOST_SAMPLES = 64
 """Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Workers lost one after another, with nothing scored in between, after which all waiting samples fail."""
+"""Number of consecutive worker losses, with nothing scored in between, after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 

@@ -281,7 +281,7 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return workers and ranks replaced since the last call; a shared model counts for the first caller."""
+        """Return the number of workers and ranks replaced since the last call; ranks of a shared model count for the first caller only."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

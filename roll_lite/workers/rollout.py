@@ -78,7 +78,7 @@ class RolloutSpec:
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
     trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Setting -> path of a model whose token embeddings are trained; a note warns of prompt tokens with zero embeddings."""
+    """Models whose token embeddings are trained: YAML key -> path. A note warns of prompt tokens with zero embeddings."""
     columns: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     """Node ids for reward and environment workers; empty: any."""

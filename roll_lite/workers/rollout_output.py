@@ -153,7 +153,7 @@ def write_samples(
 ) -> None:
     """Write a line per sample, including failed ones and greedy baselines. The file appears complete or not at all.
 
-    `clock_offset`: wall clock minus event loop's clock, in seconds. `columns`: of held-out samples, as in `held_out_rows`.
+    `clock_offset`: wall clock minus event loop's clock, in seconds. `columns`: reported columns of held-out samples, as in `held_out_rows`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))

@@ -85,7 +85,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Float32 runs of up to this many processes get no note about missing GPUs, even on fewer cores."""
+"""Number of processes up to which float32 runs without GPUs get no note, even on fewer CPU cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:

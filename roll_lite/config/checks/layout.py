@@ -251,7 +251,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return notes on roles that share GPUs although both, or an engine, stay loaded."""
+    """Return notes on roles that share GPUs without taking turns: both stay loaded, or the engines of one do."""
     if not gpus_visible():
         return []
     by_role = roles(config)

@@ -18,8 +18,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check the name of a reward model or judge, and that a reward uses it. If a reward may mean it by a misspelt name, another check
-    reports that."""
+    """Check the name of a reward model or judge, and that a reward uses it, perhaps by a misspelt reward name, which another check
+    reports."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():

@@ -120,7 +120,7 @@ def _meaning(config: dict[str, Any]) -> object:
 
 
 def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
-    """Drop settings equal to their defaults. Device counts stay: placement presets treat a given count differently."""
+    """Drop settings equal to their defaults, except `devices`: placement presets treat a given number unlike an omitted one."""
     whole = _meaning(config)
     for key, value in list(section.items()):
         if isinstance(value, dict):
@@ -171,7 +171,7 @@ def _from_yaml(text: str, file: str) -> list[Setting]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
-    """Return the arguments of each command or array in a shell script that contains at least one known argument."""
+    """Return the arguments in a shell script. Commands and arrays without any known argument are skipped."""
     found: list[Setting] = []
     for command in _commands(text):
         start = len(found)
@@ -196,7 +196,8 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays, each a list of (word, line number). All branches but `npu)` are read."""
+    """Split a shell script into commands and arrays, each a list of (word, line number). All branches of conditions are read, except `npu)`
+    of a `case`."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array, is_skipped = "", False, False

@@ -29,8 +29,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token, measured in kl_in_reward by its estimator (k3 for abs), in kl_in_loss by k3 or
-    full."""
+    """Target of KL(policy || reference), in nats per token. kl_in_reward measures it with its own estimator (k3 if that is abs), kl_in_loss
+    with k3 (full if its estimator is full)."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
 

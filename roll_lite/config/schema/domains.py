@@ -48,7 +48,7 @@ def _has_held_out_prompts(name: str) -> str:
 class DataConfig(Section):
     preset: str | None = None
     """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
-    need its columns."""
+    need the preset's columns."""
     validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
     """Preset for held-out prompts, if different."""
     train: DataFiles | None = None
@@ -335,7 +335,7 @@ class RolloutConfig(Section):
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Maximum tokens of an engine's requests, counting prompts and expected responses. null: only max_running_requests counts."""
+    """Limit on an engine's tokens: prompts plus expected responses of all its requests. null: only max_running_requests limits it."""
     stream_log_probs: bool = False
     """Compute log-probs and values of finished groups during generation. Needs training roles and engines on separate devices."""
     dump: bool = False

@@ -293,4 +293,4 @@ class MismatchCorrectionConfig(Section):
 
 class ValueLossConfig(Section):
     clip: PositiveFloat | None = 0.2
-    """Value clipping: a change of a value by more than this within a step does not lower its loss further."""
+    """PPO's value clipping: moving a value by more than this within a step does not lower the loss further; null: off."""

@@ -197,7 +197,8 @@ class EngineStrategyConfig(Section):
 
     @rule
     def _limits(self) -> Mistakes:
-        """A pass has room for all running requests: drafts that were cut would make a response depend on other requests."""
+        """Check that a forward pass has room for all running requests with their drafts: cut drafts would make a response depend on other
+        requests."""
         tokens = 1 + (self.speculation.tokens if self.speculation else 0)
         if self.max_batched_tokens < (least := self.max_running_requests * tokens):
             needed = "at least one token" if tokens == 1 else f"up to {tokens} tokens (1 + speculation.tokens)"
@@ -398,7 +399,7 @@ class JudgeServerConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     """Seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of each server, and of the worker beside it within an hour; then the run fails."""
+    """Maximum restarts of each server, and, within an hour, of the worker process that runs the server; then the run fails."""
 
     @rule
     def _no_speculation(self) -> Mistakes:

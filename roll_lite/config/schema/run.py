@@ -58,7 +58,7 @@ Url = Annotated[str, AfterValidator(_url)]
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints, besides that of the last step; 0: none at all."""
+    """Steps between checkpoints; the last step gets one too. 0: no checkpoints."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Annotated[int, Field(ge=0)] = 0
@@ -101,7 +101,8 @@ class BatchFilesConfig(Section):
     (docs/recompute.md)."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: save the first 500 steps, up to 262,144 tokens each, of runs that `examples/recompute.py` supports (float32, most losses)."""
+    """auto: save the first 500 steps if `examples/recompute.py` supports the run (float32, most losses) and no step can exceed 262,144
+    tokens."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Largest model in MB to copy into the run's folder; of larger ones, path and checksums are saved."""
 
@@ -178,8 +179,8 @@ class LimitsConfig(Section):
     """Time in which an engine must answer a heartbeat; else it counts as lost and is replaced (actor_infer.restarts). Slow work does not
     delay answers."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
-    """Time limit of an engine's forward pass; beyond it the engine is lost. Forty times as long until the first response has ended, later
-    at least four times the longest pass. auto: 7 with GPUs, 300 without."""
+    """Time limit of an engine's forward pass; an engine beyond it is lost. The limit is 40 times as high until the engine's first response
+    has ended, and never below 4 times its longest pass so far. auto: 7 with GPUs, 300 without."""
 
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments", "reward_models", "judges"]

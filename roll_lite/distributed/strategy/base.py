@@ -183,7 +183,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Checkpoint files of this rank. Here, they are already written; subclasses write in the background."""
+    """Checkpoint files of this rank, already written. Subclasses write in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -201,7 +201,7 @@ class CheckpointWrite:
 
 
 StateCopy = tuple[list[np.ndarray], list[dict[str, float]], dict[str, Any]]
-"""Tensor bytes; learning rates and step counts; random state."""
+"""(tensor bytes, learning rates and step counts, random state) of one rank."""
 
 
 class TrainStrategy(ForwardStrategy):

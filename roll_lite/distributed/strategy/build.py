@@ -97,7 +97,7 @@ NOT_FOR_JUDGES = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
-"""Engine argument -> configuration key to use instead. Judges may use these arguments."""
+"""Engine argument -> configuration key to use instead, for rollout engines only: judges may use these arguments."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:

@@ -11,8 +11,7 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key in a tool call's `input` (an object) under which arguments that are not valid JSON are sent as text, as Anthropic's documentation
-recommends."""
+"""Key for the text of tool call arguments that are not valid JSON, since `input` must be an object; from Anthropic's documentation."""
 
 
 class _ThreadError(ValueError):

@@ -33,7 +33,7 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Refused parameters: (names, value allowed besides null, 0 and other empty ones, remedy for other values)."""
+"""Refused parameters: (names, the one value allowed besides empty ones such as null and 0, remedy)."""
 
 
 @dataclass(frozen=True)

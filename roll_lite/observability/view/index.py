@@ -16,8 +16,8 @@ BATCH_BYTES = 64 << 20
 """Size of the files indexed at once, newest first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""Columns to sort by, or to filter by minimum and maximum. `reward` and `advantage` come from the run's credit/ files. WORDS: columns to
-filter by value; `kind`: `step` (training) or `validation`."""
+"""NUMBERS: columns to sort by, or to filter by minimum and maximum; `reward` and `advantage` come from the run's credit/ files. WORDS:
+columns to filter by value; `kind` is `step` (training) or `validation`."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,

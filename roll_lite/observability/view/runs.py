@@ -130,7 +130,7 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's phases, times of samples, each sample's first engine by group, and the run's processes."""
+        """Return a step's phases, times of samples, and by group the engine that each sample used first; also the run's processes."""
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
         of_samples = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
         engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}

@@ -13,8 +13,8 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. `run` runs the program in `file`. With `compile`, that command must write its result to file descriptor 3,
-    and `run` runs the result, as the file `artifact`."""
+    """Commands of a language. `run` runs the program, which is in `file`. A `compile` command must write the compiled program to file
+    descriptor 3; `run` then runs that, as the file `artifact`."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]

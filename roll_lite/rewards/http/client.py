@@ -73,7 +73,7 @@ class AskingReward(RewardType, HttpSettings):
     _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
 
     def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Return the running event loop's object; `make` creates it at first use."""
+        """Return this reward's object for the running event loop; `make` creates it at first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._of_loop:
             self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}

@@ -31,7 +31,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Drop leftovers of a failed update."""
+        """Drop leftovers of a failed update. `again` is unused."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

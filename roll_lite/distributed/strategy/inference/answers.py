@@ -31,7 +31,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def values(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return the workers' values, or raise the error that probably caused the others."""
+    """Return the workers' values, or raise the worker error that probably caused the other errors."""
     for what, kind in ((_RAISED, RuntimeError), (_BROKE_OFF, TransferError), (_STALE, StaleEpoch)):
         if told := [answer[what] for answer in answers if what in answer]:
             raise kind("; ".join(told))

@@ -36,7 +36,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: workers per shard; RuntimeError if they differ."""
+        """Join a sharded tensor (collective). `copies`: number of workers that hold each shard; RuntimeError if their copies differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)

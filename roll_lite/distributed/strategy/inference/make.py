@@ -37,10 +37,10 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start, once processes are monitored, so that a crash is noticed."""
+        """Finish the start. Called when processes are already monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
-        """Wait for the engine's step loop, which answers between steps, even while paused."""
+        """Return when the engine's step loop answers, which it does between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests

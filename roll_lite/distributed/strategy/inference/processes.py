@@ -15,7 +15,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable: pid of the hosting process, with which the engine's processes end."""
+"""Environment variable: pid of the hosting process. When that process ends, the engine's processes end too."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 

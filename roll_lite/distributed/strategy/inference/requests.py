@@ -74,7 +74,7 @@ class ProgressReports:
 
 
 def stop_overlap_tokens(request: GenerationRequest) -> int:
-    """Return how many prompt tokens at the end, which belong to the response, may contain the start of a stop string."""
+    """Return how many of a resumed response's tokens, at the prompt's end, may contain the start of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed_tokens, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 

@@ -23,7 +23,7 @@ class Scratch:
     """Temporary folder, removed at the engine's shutdown. If the host is killed, the engine's processes or the next engine remove it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """Make the folder. `prefix`: of its name. `variables`: environment variables that get the path, besides TMPDIR."""
+        """Make the folder. `prefix`: start of the folder's name. `variables`: environment variables that get the path, besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"

@@ -122,7 +122,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count expert choices and attach the balance loss's gradient to the router's weights. The last of `rows` is padding."""
+        """Count expert choices; return routing weights with the balance loss's gradient attached. Padding (the last row) is excluded."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -165,8 +165,8 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products of experts' tokens [tokens, in] and weights [out, in], stacked anew for the backward pass. `ends`: each expert's last token
-    + 1."""
+    """Grouped product of experts' tokens [tokens, in] and weights [out, in]. The backward pass stacks the weights
+    again. `ends`: each expert's last token + 1."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 def has_fused_kernels() -> bool:
-    """Presence of GPU kernels for chains of operations. Plans for GPUs pretend it."""
+    """True if GPU kernels for chains of operations exist. Memory plans for GPUs patch this to True."""
     return torch.cuda.is_available()
 
 
@@ -154,7 +154,7 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Without adapters, which hook into each expert's layers."""
+"""Unusable with adapters, which hook into each expert's layers."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:

@@ -20,7 +20,7 @@ def log_probs_and_entropy(
     """Target log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
 
     hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; each gets the gradient of `hidden` through its
-    own words."""
+    own share of the vocabulary."""
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None

@@ -21,9 +21,9 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 FUSED_ON = ("cuda",)
-"""Device types where torch's AdamW is one kernel; otherwise its temporaries take 4 bytes per weight there."""
+"""Device types where torch's AdamW is one kernel; on others, its temporaries take 4 bytes per weight."""
 STRETCH = 4096
-"""Entries whose squares a CPU sums in float32 before adding the sum in float64."""
+"""Number of squares that a CPU sums in float32; these partial sums are added in float64."""
 
 
 @dataclass(frozen=True)

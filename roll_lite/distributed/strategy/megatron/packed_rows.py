@@ -13,7 +13,7 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of this rank's packed tokens: row, position and attended tokens of each.
+    """Layout of this rank's packed tokens: each token's row, position and attended tokens.
 
     Replaces Megatron's PackedSeqParams.
     """

@@ -94,7 +94,7 @@ class _TracedStrategy(MegatronStrategy):
         """Skip loading: fake tensors hold no weights."""
 
     def state(self) -> tuple[int, int, int]:
-        """Bytes of (weights, gradients, optimizer). A shared storage counts for the first."""
+        """Bytes of (weights, gradients, optimizer). A shared storage counts only in the first of these."""
         sizes: dict[int, int] = {}
         totals = []
         for group in StateGroup:

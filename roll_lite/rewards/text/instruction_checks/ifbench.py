@@ -148,7 +148,7 @@ def quotes(response: str) -> bool:
 
 
 def quote_unquote(response: str) -> bool:
-    """Check that text follows every quotation, except a mark in single quotes ('"')."""
+    """Check that text follows every quotation. A quotation mark in single quotes ('"') is ignored."""
     text = "".join(response.translate(STRAIGHT).replace("'\"'", "").split())
     return '""' not in text and not text.rstrip("0123456789!#$%&'()*+,-./:;<=>?@[\\]^_`{|}~").endswith('"')
 

@@ -24,7 +24,7 @@ class _Anything:
 
 
 class _StandIn(ModuleType):
-    """Dummy module in which every name exists: capitalized names are classes, others modules usable as decorators."""
+    """Dummy module in which every name exists: capitalized names are classes, other names are modules usable as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton then finds no active driver

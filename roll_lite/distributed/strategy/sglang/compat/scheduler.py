@@ -250,7 +250,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native expert code to this worker's experts; others have id -1, which it would use as an index."""
+    """Restrict SGLang's native expert code to this worker's experts. Other experts have id -1, which that code would use as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -144,8 +144,7 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Return how many of the likeliest tokens need log-probs, to show what truncation kept: 0 for greedy decoding; None if not
-        requested."""
+        """Return how many of the likeliest tokens need log-probs, to find `kept_ids`: 0 for greedy decoding; None without `keep_mask`."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None

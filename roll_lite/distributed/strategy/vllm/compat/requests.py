@@ -102,7 +102,7 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Number of accepted tokens. `steps`: steps by tokens accepted, of which the last may have gone past the end of the response."""
+    """Number of accepted draft tokens. `steps[n]`: number of steps that accepted n tokens; the last step may pass the response's end."""
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 

@@ -197,7 +197,7 @@ _DIGIT = 128
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return (number of experts, gate above up, down) of this worker, unpacked. RuntimeError on a GPU."""
+    """Unpack this worker's expert weights: (number of all experts, gate_proj above up_proj, down_proj). RuntimeError on a GPU."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
