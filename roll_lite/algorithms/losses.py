@@ -164,7 +164,7 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
     ratio = terms.ratio
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
     loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
-    return _unlimited(loss, terms, terms.advantages != 0)
+    return _clamp_only_loss(loss, terms, terms.advantages != 0)
 
 
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
@@ -173,7 +173,7 @@ def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
     advantages = row_mean(terms.advantages, terms.mask)
     # s is not clamped: nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
-    return _unlimited(torch.where(terms.mask, loss, 0.0), terms, terms.mask)
+    return _clamp_only_loss(torch.where(terms.mask, loss, 0.0), terms, terms.mask)
 
 
 def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
@@ -197,7 +197,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
     return PolicyLoss(loss, terms.ratio.detach(), never, never)
 
 
-def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
+def _clamp_only_loss(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
     """Wrap a loss whose only limit is the clamp of the log-ratio. Tokens of `trains` (bool) beyond the clamp count as clipped."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 

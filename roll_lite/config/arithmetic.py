@@ -201,7 +201,7 @@ def micro_batch_count_divisor(strategy: MegatronStrategyConfig) -> int:
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
-def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
+def layers_per_chunk(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
     """Number of layers in each model chunk; chunk i is on pipeline stage i % pipeline_parallel."""
     parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
     return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]

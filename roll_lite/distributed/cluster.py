@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed
-from roll_lite.distributed.pending import Call, Pending, first_done, gather, nobody_is_left
+from roll_lite.distributed.pending import Call, Pending, first_done, gather, raise_all_dead
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.rank_group import RankGroup, log_file
 from roll_lite.distributed.strategy.base import RankLayout
@@ -124,7 +124,7 @@ class Cluster(Generic[W_co]):
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
-            nobody_is_left(self.group)
+            raise_all_dead(self.group)
         return left
 
     @property

@@ -113,7 +113,7 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
     return [pending for pending in pendings if pending.done]
 
 
-def nobody_is_left(group: RankGroup) -> NoReturn:
+def raise_all_dead(group: RankGroup) -> NoReturn:
     """Raise the failure of a cluster whose independent ranks are all dead.
 
     If their supervising worker also dies within BLAME_SECONDS, raise the supervisor's failure, which names the cause."""

@@ -254,7 +254,7 @@ class Journal:
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
                 if died:
-                    self._tell_once(f"domains.{name}.{part}", f"{died} worker(s) died or hung and were replaced")
+                    self._print_rarely(f"domains.{name}.{part}", f"{died} worker(s) died or hung and were replaced")
         add = self._sums.add
         for move, engines in {"lost": 0, **self._moves}.items():
             add(f"rollout/engines_{move}", engines)
@@ -289,12 +289,12 @@ class Journal:
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
         for name, domain in stats.domains.items():
             if domain.failures:
-                self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
+                self._print_rarely(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
             if domain.retries:
                 attempts = f"{domain.retries.total()} attempt(s) were repeated, {commonest(domain.retries)}"
-                self._tell_once(f"{of}domain {name}", attempts)
+                self._print_rarely(f"{of}domain {name}", attempts)
 
-    def _tell_once(self, place: str, text: str) -> None:
+    def _print_rarely(self, place: str, text: str) -> None:
         """Print the text on its 1st, 10th, 100th, ... occurrence; texts that differ only in numbers count as the same."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))

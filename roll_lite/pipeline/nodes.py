@@ -78,7 +78,7 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
         return []
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     read = {node: [one for one in readers(config) if any(node in nodes.get(role, ()) for role in one.roles)] for node in others}
-    views = looked_at(run_folder.resolve(), {**read, driver: readers(config)}, driver, addresses, config.checkpoint.store)
+    views = views_of_nodes(run_folder.resolve(), {**read, driver: readers(config)}, driver, addresses, config.checkpoint.store)
     by_address = {addresses[node]: view for node, view in views.items()}
     placed = {role: {addresses[node] for node in found} for role, found in nodes.items()}
     problems = list(differences(by_address, placed, addresses[driver]))
@@ -125,7 +125,7 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
     }
 
 
-def looked_at(
+def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
     """Return what each node sees, by node id. A node that shares the run folder answers the driver's probe file with a file beside it."""

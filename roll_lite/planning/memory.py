@@ -8,7 +8,7 @@ from math import ceil
 
 import torch
 
-from roll_lite.config.arithmetic import PassArithmetic, derive, device_numbers, infer_dtype, layers_of_parts, roles
+from roll_lite.config.arithmetic import PassArithmetic, derive, device_numbers, infer_dtype, layers_per_chunk, roles
 from roll_lite.config.device_phases import PHASES, WHOLE, Phase, kind
 from roll_lite.config.placement_picture import works
 from roll_lite.config.schema.models import EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, JudgeServerConfig, RewardModelConfig
@@ -67,7 +67,7 @@ def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architect
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
     """Trace a pipeline stage. Large stages are extrapolated from two and three layers: memory grows linearly with equal layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
-    counts = layers_of_parts(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
+    counts = layers_per_chunk(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
     if len(set(counts)) > 1 or counts[0] <= 3 or not alike:
         found = _traced(config, model, name, role, stage, passes[-1], model.hf.layers, on_gpu)

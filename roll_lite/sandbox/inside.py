@@ -162,7 +162,7 @@ def _guard_unittest(failed: list[str]) -> None:
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             values = [*args[:2], *(kwargs[name] for name in ("first", "second", "member", "container") if name in kwargs)]
             try:
-                own = [_decides(value) for value in values]
+                own = [_has_own_comparison(value) for value in values]
                 if "Almost" in method.__name__ and len({_is_of_objects(plain_copy(value)) for value in values}) > 1:
                     raise AssertionError(SEES_PLAIN)
                 method(self, *args, **kwargs)
@@ -190,7 +190,7 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
     """Compare two values. Two objects of the program must also have equal state to be equal."""
     if kind in ("In", "NotIn"):
         return _holds(second, first) == (kind == "In")
-    own = _decides(first), _decides(second)
+    own = _has_own_comparison(first), _has_own_comparison(second)
     result = COMPARES[kind](first, second)
     if id(type(result)) in LOADED.classes and type(result).__name__ in ("bool", "bool_"):  # also numpy's bool
         result = bool(result)
@@ -204,7 +204,7 @@ def _compared(kind: str, first: Any, second: Any) -> Any:
 
 
 def _holds(container: Any, item: Any) -> bool:
-    if type(container) in PLAIN_CONTAINERS and True in [_decides(one) for one in (item, *container)]:
+    if type(container) in PLAIN_CONTAINERS and True in [_has_own_comparison(one) for one in (item, *container)]:
         return any(item is one or _compared("Eq", item, one) for one in container)
     return item in container
 
@@ -360,10 +360,10 @@ def _is_odd(name: str, held: Any) -> bool:
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
-def _decides(value: Any, depth: int = 0) -> bool:
+def _has_own_comparison(value: Any, depth: int = 0) -> bool:
     """True if comparing the value or its items would call an operator of the program. Guards their classes."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
-        return True in [_decides(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
+        return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]
     for kind in own:
         guard_class(kind)

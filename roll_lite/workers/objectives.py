@@ -58,7 +58,7 @@ class ActorLoss:
     ratios: RatioHistogram = field(init=False)
 
     def __post_init__(self) -> None:
-        self.given = given_to(self.policy_loss)
+        self.given = optional_loss_inputs(self.policy_loss)
         self.mismatch = RowSums()
         self.peaks = Peaks(self.domains)
         self.ratios = RatioHistogram(self.domains)
@@ -251,7 +251,7 @@ def _total(x: torch.Tensor) -> torch.Tensor:
 USERS_LOSS = "algorithm.policy_loss.function"
 
 
-def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
+def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
     """Return optional inputs (GIVEN_TO_LOSSES) that the user's function takes."""
     if not isinstance(config, CustomLossConfig):
         return ()

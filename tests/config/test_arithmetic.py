@@ -19,7 +19,7 @@ from roll_lite.config.arithmetic import (
     derive,
     device_numbers,
     held_out_sampling,
-    layers_of_parts,
+    layers_per_chunk,
     longest_sequence,
     max_model_len,
 )
@@ -77,8 +77,8 @@ algorithm: {advantage: {name: gae}, kl_in_reward: {coef: 0.1}, ppo_epochs: 3, mi
 
 def test_the_first_parts_of_a_pipeline_have_a_layer_more_where_they_do_not_divide() -> None:
     for stages, virtual, layers, expected in ((1, 1, 7, [7]), (2, 1, 7, [4, 3]), (4, 1, 6, [2, 2, 1, 1]), (2, 2, 7, [2, 2, 2, 1])):
-        assert layers_of_parts(MegatronStrategyConfig(pipeline_parallel=stages, virtual_pipeline_parallel=virtual), layers) == expected
-    assert layers_of_parts(MegatronStrategyConfig(pipeline_parallel=2, pipeline_layers=[5, 2]), 7) == [5, 2]
+        assert layers_per_chunk(MegatronStrategyConfig(pipeline_parallel=stages, virtual_pipeline_parallel=virtual), layers) == expected
+    assert layers_per_chunk(MegatronStrategyConfig(pipeline_parallel=2, pipeline_layers=[5, 2]), 7) == [5, 2]
 
 
 def test_micro_batches_are_a_multiple_of_what_sequence_parallelism_cuts(project: Project) -> None:

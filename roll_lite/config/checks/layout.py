@@ -262,14 +262,14 @@ def sharing_notes(config: RunConfig) -> list[str]:
         listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
         if shared and len(staying) == 2:
             notes.append(f"{name} and {other} share device {listed} and both stay in its memory; set offload: true for both, or move one")
-        elif shared and staying and (left := _left_beside(by_role[staying[0]])) is not None:
+        elif shared and staying and (left := _free_memory_share(by_role[staying[0]])) is not None:
             remedy = f"lower {staying[0]}.strategy.gpu_memory_utilization, or set {staying[0]}.offload: true"
             comes = other if staying == [name] else name
             notes.append(f"{staying[0]} stays on device {listed} and leaves {left:.0%} of its memory to {comes}, which comes in; {remedy}")
     return notes
 
 
-def _left_beside(role: Role) -> float | None:
+def _free_memory_share(role: Role) -> float | None:
     """Share of GPU memory that a role's engines leave free; None if unknown."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:

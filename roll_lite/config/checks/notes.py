@@ -65,7 +65,7 @@ def batch_notes(config: RunConfig) -> list[str]:
 
 GIB = 1 << 30
 MOMENTS = 8
-STAGED = 8
+HOST_STAGING_BYTES = 8
 """Bytes per weight of the gradient and weight copies that an optimizer on the host needs."""
 
 
@@ -87,7 +87,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
         per_weight = 0 if stays else 2 if dtype == "bfloat16" else 4
         if isinstance(role, TrainRoleConfig) and getattr(role, "lora", None) is None:
             on_device = (4 if dtype == "bfloat16" else 0) + (0 if role.optimizer.on_host else MOMENTS)
-            per_shard = (0 if stays else on_device) + (MOMENTS + STAGED if role.optimizer.on_host else 0)
+            per_shard = (0 if stays else on_device) + (MOMENTS + HOST_STAGING_BYTES if role.optimizer.on_host else 0)
             average = 4 if isinstance(role, ActorRoleConfig) and role.ema is not None else 0
         for count, sharing in zip(weight_counts(model_folder(config, role)), (expert_ranks, other_ranks), strict=True):
             copies = ranks // sharing

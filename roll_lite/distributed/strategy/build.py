@@ -93,7 +93,7 @@ def build_part(spec: EngineSpec) -> EnginePart:
             return SglangEngine(spec)
 
 
-NOT_FOR_JUDGES = {
+ROLLOUT_ENGINE_SETTINGS = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
@@ -110,7 +110,7 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
             else (vllm.OWN_ARGUMENTS, vllm.SETTINGS, vllm.FIELDS)
         )
         known = declared_fields(infer.name, fields) if infer.engine_args else frozenset[str]()
-        yield from _problems("actor_infer", infer.engine_args, own, {**settings, **NOT_FOR_JUDGES}, known)
+        yield from _problems("actor_infer", infer.engine_args, own, {**settings, **ROLLOUT_ENGINE_SETTINGS}, known)
     for name, judge in config.judges.items():
         known = declared_fields("vllm", vllm.SERVER_FIELDS) if judge.strategy.engine_args else frozenset[str]()
         yield from _problems(f"judges.{name}", judge.strategy.engine_args, judge_server.OWN_ARGUMENTS, vllm.SETTINGS, known)

@@ -44,7 +44,7 @@ def transport_of(group: TransferGroup) -> Transport:
     return TRANSPORTS[wanted]
 
 
-def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
+def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
     """Split a route (one sender, several receivers) into one route per transport."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
@@ -105,7 +105,7 @@ class SideBySideSender(TransportSender):
         self._transports: dict[str, TransportSender] = {}
 
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, part in ways_of(self.group, route):
+        for name, part in split_by_transport(self.group, route):
             if name not in self._transports:
                 self._transports[name] = TRANSPORTS[name].sender(self.group)
             transport = self._transports[name]
@@ -141,7 +141,7 @@ class SideBySideReceiver(TransportReceiver):
         return transport.receive(part)
 
     def _way(self, route: Route) -> tuple[TransportReceiver, Route]:
-        name, part = next(way for way in ways_of(self.group, route) if self.group.number in way[1].receivers)
+        name, part = next(way for way in split_by_transport(self.group, route) if self.group.number in way[1].receivers)
         if name not in self._transports:
             self._transports[name] = TRANSPORTS[name].receiver(self.group)
         return self._transports[name], part
@@ -196,7 +196,7 @@ class WeightSender:
             free_abandoned_exports(self._exported_memory, group.homes, group.forget_opened)
             self._exported_memory.clear()
             self._transport = transport_of(group).sender(group)
-            ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
+            ways = [way for route in plan.routes if route.sender == number for way in split_by_transport(group, route)]
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:

@@ -21,7 +21,7 @@ from transfer_members import Members, assert_equal, fresh, half, make_plan, rece
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
-from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, transport_of, ways_of
+from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, split_by_transport, transport_of
 from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.memory import BucketSegment
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
@@ -422,7 +422,7 @@ MIXED = None
 def test_auto_takes_what_connects_each(homes: list[Home], chosen: str | None) -> None:
     plan, _ = make_plan(owners=2, engines={0: 2})
     group: Any = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
-    ways = [ways_of(group, route) for route in plan.routes]
+    ways = [split_by_transport(group, route) for route in plan.routes]
     names = {name for parts in ways for name, _ in parts}
     assert transport_of(group) is SIDE_BY_SIDE and (names == {chosen} and {len(parts) for parts in ways} == {1}) is (chosen is not MIXED)
 

@@ -27,20 +27,20 @@ class IncomingAdapters:
         self.rank = rank
         self._shapes = shapes
         self._put = put
-        self._come: dict[str, torch.Tensor] = {}
+        self._received: dict[str, torch.Tensor] = {}
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
         """Drop leftovers of a failed update. `again` is unused."""
-        self._come.clear()
+        self._received.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._come |= {name: tensor.clone() for name, tensor in tensors}  # the sender reuses its buffer
+        self._received |= {name: tensor.clone() for name, tensor in tensors}  # the sender reuses its buffer
 
     def put_in_place(self) -> None:
-        absent = {name: torch.zeros(tuple(shape)) for name, shape in self._shapes.items() if name not in self._come}
-        self._put(self.rank, self._come | absent)
-        self._come.clear()
+        absent = {name: torch.zeros(tuple(shape)) for name, shape in self._shapes.items() if name not in self._received}
+        self._put(self.rank, self._received | absent)
+        self._received.clear()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from roll_lite.config.arithmetic import layers_of_parts
+from roll_lite.config.arithmetic import layers_per_chunk
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.base import current_device
 from roll_lite.distributed.strategy.megatron import layers
@@ -49,7 +49,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
-        pipeline_model_parallel_layout=_pipeline_layout(layers_of_parts(strategy, hf.layers)) if strategy.pipeline_parallel > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(layers_per_chunk(strategy, hf.layers)) if strategy.pipeline_parallel > 1 else None,
         virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
         context_parallel_size=strategy.context_parallel,
         expert_model_parallel_size=strategy.expert_parallel,
