@@ -29,7 +29,7 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""How engines offload: never, with or without a weight copy in host memory."""
+"""Offloading of engines: never, or with or without a copy of the weights in host memory."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
 
 
 def engine_offload(config: RunConfig) -> EngineOffload:
-    """How engines offload: without a weight copy if they get full weights after every load."""
+    """Return how engines offload. They need no copy of their weights if they get all weights after every load."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"

@@ -74,7 +74,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """All mistakes of a configuration. `partial`: its valid part."""
+    """Lists all mistakes of a configuration. `partial`: the part of it that is valid."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name

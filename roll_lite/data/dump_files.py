@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return each step's dump; ValueError if there are none. `path`: a folder of dumps, or of a run; if the run was resumed, earlier steps
-    come from the run before."""
+    """Return the dump of each step. `path`: a folder of dumps, or of a run; the earlier steps of a resumed run come from the run that it
+    continues. ValueError if there are no dumps."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

@@ -316,7 +316,7 @@ class Score(Packed):
     """Verdict; None: correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """Whether the response matches the domain's format pattern; None without a pattern."""
+    """True if the response matches the domain's format pattern; None if the domain has no pattern."""
     answer: str | None = None
     """Extracted answer, for majority votes. Empty: none found; None: the reward extracts none."""
     terms: dict[str, float] = field(default_factory=dict)

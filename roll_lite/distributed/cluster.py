@@ -120,7 +120,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Living ranks. RankFailed if there are none and lost ranks are not replaced."""
+        """Return the living ranks. RankFailed if all are dead and none will be replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:

@@ -55,7 +55,7 @@ class Diagnosis:
     check: str
     value: str
     remedy: str = ""
-    """What to do; empty if all is well."""
+    """Advice to the user; empty if nothing is wrong."""
     status: str = "fault"
     """fault or warning; becomes ok if there is no remedy."""
     node: str = ""

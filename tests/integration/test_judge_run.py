@@ -17,12 +17,18 @@ ARGS = (
 )
 
 
+def run_with_judge(folder: Path, steps: int, **reward: int) -> Run:
+    """A run in which a judge scores both domains."""
+    settings = "".join(f", {name}: {value}" for name, value in reward.items())
+    rewards = [f"domains.{name}.reward={{name: judge, args: {ARGS}, timeout_s: 60{settings}}}" for name in ("add", "repeat")]
+    return Run(folder, "tiny_grpo", *SMALL, f"steps={steps}", JUDGE, *rewards, environment={"JUDGE_KEY": KEY})
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> None:
-    rewards = [f"domains.{name}.reward={{name: judge, args: {ARGS}, timeout_s: 60}}" for name in ("add", "repeat")]
-    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", JUDGE, *rewards, environment={"JUDGE_KEY": KEY}) as run:
+    with run_with_judge(tmp_path, steps=2) as run:
         run.wait_for_step(1)
         processes = run.tree()
         servers = [one for one in processes if is_server(one)]
@@ -42,8 +48,7 @@ def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_a_judge_whose_worker_is_killed_starts_again_at_its_address_and_no_sample_is_lost(tmp_path: Path) -> None:
-    rewards = [f"domains.{name}.reward={{name: judge, args: {ARGS}, timeout_s: 60, retries: 5}}" for name in ("add", "repeat")]
-    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=4", JUDGE, *rewards, environment={"JUDGE_KEY": KEY}) as run:
+    with run_with_judge(tmp_path, steps=4, retries=5) as run:
         run.wait_for_step(1)
         (server,) = (one for one in run.tree() if is_server(one))
         (worker,) = (one for one in server.parents() if "JudgeWorker" in one.name() or "JudgeWorker" in " ".join(one.cmdline()))

@@ -153,7 +153,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """This data and template as a domain, for code that loads and checks domains."""
+        """Domain with this data and template, for code that loads and checks domains."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -179,8 +179,8 @@ class AlgorithmConfig(Section):
     sequence_mean_token_sum: mean over sequences of their tokens' mean or sum. constant: mean of the sums, divided by
     aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """What `aggregation` counts as a sequence if an agent's requests branch, so that a sample has several training rows. sample: all its
-    rows. row: each row."""
+    """Sequence for `aggregation`, if a sample has several training rows (an agent's requests branched). sample: all rows of a sample. row:
+    one row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)

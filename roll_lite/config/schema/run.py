@@ -163,7 +163,7 @@ class LimitsConfig(Section):
     advantages: TimeLimit = 3600.0
     """Computation of a step's rewards, KL and advantages."""
     train: TimeLimit = 14400.0
-    """All optimizer steps on one batch."""
+    """Training on one batch: all its optimizer steps."""
     validation: TimeLimit = 14400.0
     """A validation."""
     checkpoint: TimeLimit = 7200.0
