@@ -251,10 +251,13 @@ class Harness:
         layers: int = 2,
         shape: Mapping[str, int] = NO_SHAPE,
         lora: LoraConfig | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
         make_tiny_model(folder, family, tied, layers=layers, sharpness=SHARPNESS, dtype=torch_dtype, **shape)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, lora, **options)
         await strategy.initialize()
         return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype, lora=lora, shape=shape)

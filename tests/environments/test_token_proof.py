@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from roll_lite.data.samples import Branch, Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
+from roll_lite.data.samples import Branch, Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Transcript, Turn, VersionSpan
 from roll_lite.environments.agents import AgentSession
 from roll_lite.environments.base import EpisodeOver, Message
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
 from roll_lite.environments.episode import Answer, Ask, Limits, Policy
 from roll_lite.environments.rendering import ChatRenderer
+from roll_lite.scheduler.runner import Ask as AskEngine
 from roll_lite.scheduler.runner import Conversation
 from roll_lite.workers.token_blocks import TokenRecord, context_record, token_block
 from tests.environments.test_rendering import FAMILIES, TOOLS
@@ -153,11 +154,16 @@ def asking(messages: list[Message], tools: list[dict[str, Any]]) -> ChatRequest:
 
 
 async def played(
-    seed: int, family: str, tokenizer: Any, encode: Callable[[str], list[int]], renderers: Callable[[Any], ChatRenderer]
-) -> tuple[Engine, Agent, list[Ask], Any]:
-    chance = random.Random(f"{seed} {family}")
-    engine = Engine(chance, tokenizer.eos_token_id, encode, family)
-    conversation = Conversation(engine.ask, "proof", Sampling(1.0, ROOM), wants_ids=True)
+    chance: random.Random,
+    family: str,
+    ask: AskEngine,
+    renderers: Callable[[Any], ChatRenderer],
+    sampling: Sampling,
+    limits: Limits,
+    name: str,
+) -> tuple[Agent, list[Ask], Transcript]:
+    """Play one conversation of an agent; `name` begins its requests' ids."""
+    conversation = Conversation(ask, name, sampling, wants_ids=True)
     asks: list[Ask] = []
     under_way: list[asyncio.Task[None]] = []
 
@@ -169,7 +175,7 @@ async def played(
         asks.append(ask)
         under_way.append(asyncio.create_task(answer(ask)))
 
-    policy = Policy(0, renderers([]), Limits(chance.choice((4, 20)), 60.0, 1000), ROOM, hear)
+    policy = Policy(0, renderers([]), limits, sampling.max_tokens, hear)
     session = AgentSession(policy, renderers)
     agent = Agent(chance, family, session, asks)
     await agent.run()
@@ -178,7 +184,15 @@ async def played(
     record = policy.record()
     conversation.end(record, policy.finish_reason)
     assert record.metrics["rows"] == len(conversation.transcript().rows)
-    return engine, agent, asks, conversation.transcript()
+    return agent, asks, conversation.transcript()
+
+
+def renderers_of(tokenizer: Any) -> Callable[[Any], ChatRenderer]:
+    @cache
+    def by_tools(tools: str) -> ChatRenderer:
+        return ChatRenderer(tokenizer, None, {}, json.loads(tools), "template")
+
+    return lambda tools: by_tools(json.dumps(tools))
 
 
 def check(engine: Engine, rows: Sequence[Branch]) -> None:
@@ -230,13 +244,13 @@ async def test_every_sampled_token_trains_once(conversations: int, family: str, 
     tokenizer = tokenizer_of(family)
     encode = cache(lambda text: tokenizer.encode(text, add_special_tokens=False))  # the engine's, which costs most of the time
 
-    @cache
-    def by_tools(tools: str) -> ChatRenderer:
-        return ChatRenderer(tokenizer, None, {}, json.loads(tools), "template")
-
+    renderers = renderers_of(tokenizer)
     rows = continued = forked = responses = refused = 0
     for seed in range(conversations):
-        engine, agent, asks, transcript = await played(seed, family, tokenizer, encode, lambda tools: by_tools(json.dumps(tools)))
+        chance = random.Random(f"{seed} {family}")
+        engine = Engine(chance, tokenizer.eos_token_id, encode, family)
+        limits = Limits(chance.choice((4, 20)), 60.0, 1000)
+        agent, asks, transcript = await played(chance, family, engine.ask, renderers, Sampling(1.0, ROOM), limits, "proof")
         check(engine, transcript.rows)
         rows += len(transcript.rows)
         responses += len(engine.sampled)
