@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll_lite.distributed.failures import FleetDown, MemberLost, cause_of
+from roll_lite.distributed.failures import FleetDown, MemberLost, RestartBudget, cause_of
 from roll_lite.distributed.liveness import Heartbeat, first_of
 
 ASK_SECONDS = 5.0
@@ -45,7 +45,7 @@ class Policy:
     start_timeout_s: float | None
     """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
-    """Maximum restarts per member; None: unlimited."""
+    """Maximum restarts per hour of a member; None: unlimited."""
     attempts: int = 3
     path: str = ""
 
@@ -67,7 +67,6 @@ class _Seat(Generic[M]):
     place: int
     member: M
     state: MemberState = MemberState.STARTING
-    restarts: int = 0
     at_work: int = 0
     cause: str = ""
 
@@ -97,6 +96,7 @@ class Fleet(Generic[M]):
         self.replaced = 0
         self.end: FleetDown | None = None
         self._policy = policy
+        self._budget = RestartBudget()
         self._serve = serve
         self._lost = lost
         self._down = down
@@ -218,10 +218,10 @@ class Fleet(Generic[M]):
 
     async def _replace(self, seat: _Seat[M], lost: str) -> str | None:
         policy = self._policy
-        if policy.restarts is not None and seat.restarts >= policy.restarts:
+        if policy.restarts is not None and not self._budget.allows(seat.place, policy.restarts):
             seat.member.kill()
-            where = f" ({policy.path}.restarts)" if policy.path else ""
-            return f"{lost}, and was started again {seat.restarts} time(s) before{where}" if policy.restarts else lost
+            setting = f", {policy.path}.restarts" if policy.path else ""
+            return f"{lost} (after {policy.restarts} restarts within an hour{setting})" if policy.restarts else lost
         failure: str | None = None
         for _ in range(policy.attempts):
             seat.member.kill()
@@ -229,7 +229,6 @@ class Fleet(Generic[M]):
             self._enter(seat, MemberState.STARTING)
             failure = await self._try_to_start(seat)
             if failure is None:
-                seat.restarts += 1
                 self.replaced += 1
                 return None
         return f"{lost}; it could not be started again: {failure}"

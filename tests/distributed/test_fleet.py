@@ -256,7 +256,7 @@ def test_a_budget_of_restarts_is_each_members_own_and_named_with_its_setting() -
         fleet = alone.staffed_with(Scripted("a", (0.0, 1.0), (0.0, 1.0)), restarts=1, path="judges.main")
         await fleet.start()
         await asyncio.sleep(3)
-        assert str(alone.ends[0]) == "a died, and was started again 1 time(s) before (judges.main.restarts)"
+        assert str(alone.ends[0]) == "a died (after 1 restarts within an hour, judges.main.restarts)"
 
     virtual(main())
 

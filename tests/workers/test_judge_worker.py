@@ -121,7 +121,7 @@ async def test_a_server_that_dies_is_started_again_at_its_address_until_its_rest
                         await asyncio.sleep(0.05)
                     assert server.address == address
             end = await ends.get()
-        assert str(end) == "the judge's server died (exit code -9), and was started again 1 time(s) before (judges.main.restarts)"
+        assert str(end) == "the judge's server died (exit code -9) (after 1 restarts within an hour, judges.main.restarts)"
     finally:
         servers.close()
         server.close()

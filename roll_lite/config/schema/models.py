@@ -399,7 +399,7 @@ class JudgeServerConfig(Section):
     start_timeout_s: PositiveFloat = 900.0
     """Seconds for a server to load the model."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts of each server, and, within an hour, of the worker process that runs the server; then the run fails."""
+    """Maximum restarts per hour of each server, and of the worker process that runs the server; then the run fails."""
 
     @rule
     def _no_speculation(self) -> Mistakes:
