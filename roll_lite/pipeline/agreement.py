@@ -39,6 +39,11 @@ FACTOR, STALE_FACTOR = 5.0, 10.0
 weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
+LEAST_STALE_TOKENS = 200
+"""Minimum tokens for a comparison on samples of older weights: single tokens differ much there in any precision."""
+LASTING_STEPS, SUDDEN = 3, 5.0
+"""Samples of older weights also differ by the updates since, which vary much: they must exceed a limit in LASTING_STEPS steps in a row, or
+SUDDEN times the limit at once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Number of earlier steps in the median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most MOST_STEPS."""
 Age = tuple[int, int]
@@ -92,6 +97,8 @@ class Agreement:
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
         """Mean log-prob differences of earlier steps, by Age as text."""
+        self._exceeded: dict[tuple[Age, int], int] = {}
+        """Number of latest steps in a row in which an engine's samples of older weights exceeded a limit, by age and engine."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
@@ -118,7 +125,8 @@ class Agreement:
         if not self._is_live:
             return
         for age in sorted({age for _, age in places}):
-            engines = {engine: sums for (engine, of_age), sums in places.items() if of_age == age and sums[1] >= self._least_tokens}
+            least = self._least_tokens if age == CURRENT else max(self._least_tokens, LEAST_STALE_TOKENS)
+            engines = {engine: sums for (engine, of_age), sums in places.items() if of_age == age and sums[1] >= least}
             if engines:
                 self._compare(version, age, engines, self._bound)
 
@@ -139,6 +147,7 @@ class Agreement:
         floor, factor, least = self._floor, FACTOR, LEAST_STEPS
         if not is_current:
             floor, factor, least = max(STALE_FLOOR, self._floor), STALE_FACTOR, LEAST_STALE_STEPS
+        usual: list[tuple[float, int]] = []
         for engine, (total, tokens) in engines.items():
             mean, others = total / tokens, [sums for other, sums in engines.items() if other != engine]
             limits = {"rollout.max_mismatch": bound} if is_current else {}
@@ -146,16 +155,24 @@ class Agreement:
                 limits[f"{factor:g} times the median of the last {len(past)} step(s)"] = max(floor, factor * statistics.median(past))
             if others:
                 limits[f"{factor:g} times that of the other engines"] = max(floor, factor * _mean(others))
-            for why, limit in limits.items():
-                if mean > limit:
-                    who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
-                    raise EnginesDiffer(
-                        f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "
-                        f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why})\n{UPDATED}",
-                        version,
-                    )
-        past.append(_mean(engines.values()))
-        del past[:-MOST_STEPS]
+            exceeded = {why: limit for why, limit in limits.items() if mean > limit}
+            if not exceeded:
+                self._exceeded.pop((age, engine), None)
+                usual.append((total, tokens))
+                continue
+            why, limit = next(iter(exceeded.items()))
+            steps = self._exceeded[age, engine] = self._exceeded.get((age, engine), 0) + 1
+            if is_current or steps == LASTING_STEPS or mean > SUDDEN * limit:
+                who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
+                lasting = f", in {steps} steps in a row" if steps > 1 else ""
+                raise EnginesDiffer(
+                    f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "
+                    f"{mean:.3g} nats on average, at most {limit:.3g} is allowed ({why}){lasting}\n{UPDATED}",
+                    version,
+                )
+        if usual:
+            past.append(_mean(usual))
+            del past[:-MOST_STEPS]
 
     def _say_what_is_missing(self, any_told: bool) -> None:
         has_said, self._has_said = self._has_said, True
