@@ -13,6 +13,8 @@ import pytest
 from engine_harness import require
 
 from roll_lite.data.dumps import load_dump
+from tests.integration.test_lost_engines import hosts
+from tests.integration.test_replay import checksums
 from tests.integration.test_runs import ROOT, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
@@ -113,6 +115,63 @@ def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str,
     told = {(sample["group"], sample["index"]): len(sample["episode"]["branches"]) + 1 for sample in run.samples(1)}
     assert rows == told and len(told) == 64
     assert "actor weights" in says("recompute.py", run.folder)
+    assert "the ledger adds up" in says("audit.py", run.folder)
+
+
+PER_TURN = (
+    "domains.add={data: {train: examples/data/add_train.jsonl, validation: examples/data/add_validation.jsonl}, "
+    "sampling: {max_prompt_tokens: 12, max_tokens: 40}, environment: {name: function, "
+    "function: tests.workers.environment_cases.each_counts, max_turns: 2, rewards: per_turn}}"
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_rewards_of_turns_with_a_critic_a_validation_and_a_replay(engine: str, tmp_path: Path) -> None:
+    """PPO over two turns: recomputed by plain transformers, and repeated from its dump with the same weights bit for bit."""
+    require(engine)
+    settings = (
+        "rollout.prompts_per_step=6",
+        "rollout.samples_per_prompt=4",
+        "validation.every=1",
+        "deterministic=true",
+        "steps=2",
+        PER_TURN,
+    )
+    chosen = ("~domains.make", "~domains.repeat", "~domains.add.reward", PER_TURN, *settings)
+    whole = (*chosen, f"actor_infer.strategy={engine}", "rollout.dump=true", "batches.write=always")
+    with Run(tmp_path / "whole", "tiny_ppo", *whole, "actor_train.optimizer.eps=1e-6", "critic.optimizer.eps=1e-6") as run:
+        code, output = run.finish(500)
+    assert code == 0, output
+    for sample in run.samples(1):
+        assert len(sample["episode"]["rewards"]) == 2 and sample["score"] == pytest.approx(sum(sample["episode"]["rewards"]))
+    assert all(step["mismatch/max"] < 1e-4 for step in run.metrics() if "mismatch/max" in step)
+    validations = [line for line in run.metrics() if "validation/accuracy" in line]
+    assert len(validations) == 3 and all(line["validation/samples"] > 0 for line in validations), "before the first step, and after each"
+    told = says("recompute.py", run.folder)
+    assert "actor weights" in told and "critic weights" in told
+    assert "the ledger adds up" in says("audit.py", run.folder)
+    replayed = (*chosen, "mode=train_only", f"replay.path={run.folder}", "validation.enabled=false")
+    with Run(tmp_path / "again", "tiny_ppo", *replayed, "actor_train.optimizer.eps=1e-6", "critic.optimizer.eps=1e-6") as again:
+        code, output = again.finish(300)
+    assert code == 0, output
+    assert checksums(again.folder) == checksums(run.folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_dies_in_mid_episode(engine: str, tmp_path: Path) -> None:
+    """Its conversations continue at the other engine, with the tokens that they have."""
+    require(engine)
+    settings = ("steps=6", "actor_infer.devices=2", "actor_infer.restarts=0", f"actor_infer.strategy={engine}")
+    with Run(tmp_path, "tiny_grpo", *SMALL[:2], "~domains.add.reward", "validation=null", PER_TURN, *settings) as run:
+        run.wait_for_step(2)
+        hosts(run.tree())[0].kill()
+        code, output = run.finish(400)
+    assert code == 0 and "1 of 2 engines are left" in output, output
+    steps = [step for step in run.metrics() if "time/step" in step]
+    assert len(steps) == 6 and all((step["rollout/samples"], step["rollout/failed"]) == (256, 0) for step in steps)
+    assert all(step["mismatch/max"] < 1e-4 for step in steps)
     assert "the ledger adds up" in says("audit.py", run.folder)
 
 

@@ -74,6 +74,14 @@ async def second_chance(task: Task, policy: Policy) -> bool:
     return message["content"] == task.answer
 
 
+async def each_counts(task: Task, policy: Policy) -> None:
+    """Reward every response, and play both turns: a whole run with rewards of turns."""
+    for share in (0.25, 1.0):
+        message = await policy.respond(task.messages)
+        await asyncio.sleep(0.02)
+        policy.reward(share * (message["content"] == task.answer) - 0.01 * len(message["content"]))
+
+
 async def branching(task: Task, endpoint: Endpoint) -> float:
     """An agent that retries, edits its history and asks for several answers at once. The reward is any that differs."""
     client, seed = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key), random.Random(task.seed)
