@@ -1,4 +1,4 @@
-"""Write summary.json, and redraw curves.png during the run."""
+"""Write summary.json; redraw curves.png and write report.html during the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -128,6 +130,27 @@ class LivePicture:
             with suppress(OSError):  # the last drawing, at the end of the run, raises the error
                 self._draw()
             self._over.wait(self._every_s)
+
+
+class LiveReport:
+    """Writes report.html every `every` steps in a process of low priority, unless the last one still writes."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self._folder = folder
+        self._every = every
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def step_done(self, step: int) -> None:
+        if self._every and step % self._every == 0 and (self._process is None or self._process.poll() is not None):
+            command = ["nice", "-n", "19", sys.executable, "-m", "roll_lite.cli", "report", str(self._folder)]
+            nowhere = subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+
+    def close(self) -> None:
+        """End the process: the run writes its last report itself."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
 
 def _with_nulls(value: object) -> object:

@@ -38,6 +38,7 @@ from roll_lite.observability.report import (
     Accuracy,
     BeforeAfter,
     LivePicture,
+    LiveReport,
     Results,
     accuracy_change,
     held_out_change,
@@ -101,6 +102,7 @@ class Journal:
         """Messages already printed, by (place, text without numbers): count, and full text of the first."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
+        self._report = LiveReport(folder, config.report_every)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
         self._evaluation: Results | None = None
@@ -138,6 +140,7 @@ class Journal:
         self._steps = number
         warnings = self.health.new_signs(number, metrics)
         self._note(number, metrics)
+        self._report.step_done(number)
         self.console.step(number, metrics)
         for warning in warnings:
             self.console.message(warning, style="yellow")
@@ -513,6 +516,7 @@ class Journal:
         """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
+        self._report.close()
         self._draw()
         if (curves := self.folder / CURVES_FILE).exists():  # not before the first metrics
             self._trackers.picture(curves)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support_view import make_run
 
 from roll_lite.observability.health import Finding
-from roll_lite.observability.report import LivePicture, accuracy_change, held_out_change, largest_k, write_summary
+from roll_lite.observability.report import LivePicture, LiveReport, accuracy_change, held_out_change, largest_k, write_summary
 
 
 def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
@@ -128,3 +129,19 @@ def test_a_picture_that_cannot_be_written_is_tried_again() -> None:
         picture.changed()
         until(lambda number=number: len(tries) >= number)  # type: ignore[misc]
     picture.close()
+
+
+def test_the_report_is_written_during_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "small/first")
+    report = LiveReport(folder, every=2)
+    report.step_done(1)
+    assert report._process is None
+    report.step_done(2)
+    assert report._process is not None
+    first = report._process
+    report.step_done(4)
+    assert report._process is first, "one at a time"
+    assert first.wait() == 0 and "small/first" in (folder / "report.html").read_text()
+    report.step_done(6)
+    report.close()
+    assert report._process is not first and report._process.returncode is not None

@@ -271,6 +271,8 @@ class RunConfig(Section):
     """Weight updates of the engines."""
     trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
     """Destinations of metrics."""
+    report_every: Annotated[int, Field(ge=0)] = 100
+    """Steps between two updates of report.html, which a process of low priority writes; 0: only at the end."""
     profile: ProfileConfig = Field(default_factory=ProfileConfig)
     """Measurements of speed and memory."""
     ray: RayConfig = Field(default_factory=RayConfig)
