@@ -104,6 +104,11 @@ def write_step(folder: Path, step: int) -> None:
         own = {"reward/mean": 0.2 * step + number, "rollout/samples": 3.0, "rollout/truncated": 0.1 * step, "reward/term": None}
         metrics |= {f"domain/{domain}/{key}": value for key, value in own.items() if value is not None}
         metrics[f"domain/{domain}/base/reward/term"] = 0.1 * step
+    began = 1000.0 * step - 0.1
+    driver = [("step", began, 4.1, "", None), ("generate", began, 3.0, "", None), ("train", began + 3, 1.0, "", None)]
+    ranks = [(f"actor_train[{rank}] train", began + 3.1, 0.5 + 0.1 * rank, "actor_train", rank) for rank in range(2)]
+    with (folder / "spans.jsonl").open("a") as file:
+        file.write(json.dumps({"spans": [*driver, *ranks], "step": step}, separators=(",", ":")) + "\n")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
 

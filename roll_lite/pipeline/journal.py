@@ -58,6 +58,9 @@ from roll_lite.workers.model import Update
 from roll_lite.workers.phases import PhaseWork, RankWork
 
 UPDATES_FILE = "updates.jsonl"
+SPANS_FILE = "spans.jsonl"
+MOST_RANKS = 32
+"""Training ranks of a role in SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
@@ -144,7 +147,9 @@ class Journal:
         self.console.step(number, metrics)
         for warning in warnings:
             self.console.message(warning, style="yellow")
-        self._trackers.spans(number, [*self.timers.last.spans, *self._rank_spans()])
+        spans = [*self.timers.last.spans, *self._rank_spans()]
+        self._trackers.spans(number, spans)
+        self._write_spans(number, spans)
         if number % SHOWN_EVERY == 0:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
@@ -158,6 +163,12 @@ class Journal:
                         around = (span.name for span in own if span.name.rpartition("/")[2] == phase and span.holds(start))
                         if step.holds(start):
                             yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
+
+    def _write_spans(self, step: int, spans: Sequence[Span]) -> None:
+        """Append the step's spans: name, start, seconds, role, rank."""
+        rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
+        with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
 
     def synced(self, transfer: Pushed | None) -> None:
         if transfer is not None:
@@ -232,7 +243,7 @@ class Journal:
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
         self.ledger.write("restart", role=failure.role, rank=failure.rank, cause=cause, step=reached, since=since)
-        cut_after(self.folder, reached, (UPDATES_FILE,), folders=False)
+        cut_after(self.folder, reached, (UPDATES_FILE, SPANS_FILE), folders=False)
         place = f"{'the copy in memory of ' * in_memory}step {since}" if since else "the start"
         again = f", and repeats {repeats} {since + 1} to {reached}" if reached > since else ""
         self.console.message(
@@ -491,7 +502,7 @@ class Journal:
     def go_back(self, step: int) -> None:
         """Remove records of later steps, which the run repeats."""
         self._steps = step
-        cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE))
+        cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
         self.history.restore(self.folder / METRICS_FILE)
 
     def validation(self, step: int, rows: DataProto, stats: RolloutStats) -> None:

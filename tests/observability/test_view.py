@@ -140,6 +140,10 @@ async def test_a_timeline_has_phases_samples_and_engines(client: TestClient[Any,
     assert got["phases"] == [["generate", 3.0], ["train", 1.0], ["train/actor_train", 0.9], ["step", 4.1]]
     assert got["engines"] == {"6": [1, 0, None], "7": [1, 0, None]} and len(got["spans"]) == 6
     assert got["processes"][0]["pid"] == 17
+    assert [(name, role, rank) for name, _, _, role, rank in got["work"]] == [
+        *((name, "", None) for name in ("step", "generate", "train")),
+        *((f"actor_train[{rank}] train", "actor_train", rank) for rank in range(2)),
+    ]
 
 
 async def test_settings_come_without_secrets(client: TestClient[Any, Any]) -> None:

@@ -26,18 +26,19 @@ UNNAMED = """[...document.querySelectorAll('button, input, select, canvas, [role
 
 
 @pytest.fixture
-async def tab() -> AsyncIterator[Tab]:
-    async with browser() as one:
-        yield one
-        assert one.errors == []
-
-
-@pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
     make_run(tmp_path / "small/first")
     make_run(tmp_path / "small/second", steps=2, exit_state="running", seed=8)
     async with TestServer(application([tmp_path])) as server:
         yield str(server.make_url("/"))
+
+
+@pytest.fixture
+async def tab(address: str) -> AsyncIterator[Tab]:
+    """Closed before the server, which the page would miss."""
+    async with browser() as one:
+        yield one
+        assert one.errors == []
 
 
 async def text(tab: Tab, selector: str = "main") -> str:
@@ -134,6 +135,10 @@ async def test_a_timeline_zooms_and_is_saved_for_perfetto(tab: Tab, address: str
     bars = [one for one in saved["traceEvents"] if one["ph"] == "X"]
     assert {"generate", "train"} <= {one["name"] for one in bars} and all(one["ts"] >= 0 and one["dur"] > 0 for one in bars)
     assert any("engine 1" in one["args"].get("name", "") for one in saved["traceEvents"])
+    lanes = {one["pid"]: one["args"]["name"] for one in saved["traceEvents"] if one["name"] == "process_name"}
+    assert [name for name in lanes.values() if name.startswith("actor_train")] == ["actor_train[0]", "actor_train[1]"]
+    trained = {lanes[bar["pid"]]: bar for bar in bars if bar["name"] == "train"}
+    assert trained["actor_train[1]"]["dur"] == 600_000 and trained["actor_train[1]"]["ts"] - trained["driver: phases"]["ts"] == 100_000
     await tab.key("]")
     await tab.until("location.hash.includes('step=4')")
 
@@ -153,7 +158,7 @@ async def test_settings_of_two_runs_are_compared_and_the_dark_page_is_dark(tab: 
 
 
 async def test_a_report_works_from_the_disk(tab: Tab, tmp_path: Path) -> None:
-    path = await asyncio.to_thread(write_report, make_run(tmp_path / "small/first"))
+    path = await asyncio.to_thread(write_report, tmp_path / "small/first")
     await tab.open(path.as_uri())
     await tab.until("document.querySelectorAll('.uplot').length >= 3")
     for name, wanted in (("samples", ".sample"), ("domains", ".notes"), ("timeline", "canvas.time"), ("settings", "main tbody tr")):

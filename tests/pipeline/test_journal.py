@@ -138,6 +138,9 @@ def test_trackers_get_spans_and_some_samples(journal: Journal, monkeypatch: pyte
         *(("critic[0] train", "step"), ("critic[0] train", "learn/train")),
     ]
     assert [(span.start, span.seconds, span.role, span.rank) for span in spans[4:]] == [(now, 1.5, "critic", 0)]
+    (written,) = map(json.loads, (journal.folder / "spans.jsonl").read_text().splitlines())
+    assert written["step"] == 9 and [row[0] for row in written["spans"]] == [span.name for span in spans]
+    assert written["spans"][4] == [spans[4].name, pytest.approx(now, abs=1e-3), 1.5, "critic", 0]
     assert spans[0].start <= spans[1].start <= time.time() and files == []
     with journal.step(10):
         pass

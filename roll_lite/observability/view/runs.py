@@ -130,12 +130,15 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's phases, times of samples, and by group the engine that each sample used first; also the run's processes."""
-        groups = [line for line in lines_of(self.folder / "ledger.jsonl", f'"step":{step}}}') if line["event"] == "group"]
+        """Return a step's phases, spans of driver and ranks (work), times of samples, by group the engine of each sample's first turn, and
+        the run's processes."""
+        mark = f'"step":{step}}}'
+        groups = [line for line in lines_of(self.folder / "ledger.jsonl", mark) if line["event"] == "group"]
+        work: list[list[Any]] = next((line["spans"] for line in lines_of(self.folder / "spans.jsonl", mark)), [])
         of_samples = {line["group"]: [turns[0][0] if turns else None for turns in line["turns"]] for line in groups}
         engines = {group: [one[0] if isinstance(one, list) else one for one in firsts] for group, firsts in of_samples.items()}
         processes = _json_file(self.folder / "processes.json") or []
-        return {"phases": self.phases(step), "spans": self.index.spans(step), "engines": engines, "processes": processes}
+        return {"phases": self.phases(step), "work": work, "spans": self.index.spans(step), "engines": engines, "processes": processes}
 
     @cached_property
     def index(self) -> SampleIndex:

@@ -362,19 +362,27 @@ async function timeline(live, current) {
 
 const PHASES = ["#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a", "#7f9fbf", "#b98b6b"];
 
-// Lanes of bars {name, start, end, color}. The end of generation is the last score's time; the driver's phases follow one another around it.
+// Lanes of bars {name, start, end, color}. Without spans of the driver (older runs, reports) its phases follow one another, so that generation ends with the last score.
 function lanesOf(found, names) {
   const spans = found.spans.filter(one => one.asked_at && one.generated_at).map(one => ({ ...one, engine: found.engines[one.group]?.[one.index] ?? null }));
   const outer = found.phases.filter(([name]) => !name.includes("/") && name !== "step"), before = outer.slice(0, outer.findIndex(([name]) => name === "generate") + 1).reduce((sum, [, s]) => sum + s, 0);
-  const scored = Math.max(...spans.map(one => one.scored_at ?? one.generated_at)), zero = spans.length ? scored - before : 0;
-  const driver = [], inner = []; let clock = 0;
-  outer.forEach(([name, s], at) => {
-    driver.push({ name: words(name), start: clock, end: clock + s, color: PHASES[at % PHASES.length] }); let from = clock;
-    for (const [path, part] of found.phases.filter(([path]) => path.startsWith(`${name}/`))) { inner.push({ name: words(path.slice(name.length + 1)), start: from, end: from + part, color: PHASES[at % PHASES.length] + "aa" }); from += part; }
+  const scored = Math.max(...spans.map(one => one.scored_at ?? one.generated_at)), zero = found.work.length ? found.work[0][1] : spans.length ? scored - before : 0;
+  const driver = [], inner = [], ranks = {}; let clock = 0;
+  const order = outer.map(([name]) => name), shade = (name, more = "") => PHASES[Math.max(0, order.indexOf(name)) % PHASES.length] + more;
+  for (const [name, start, s, role, rank] of found.work.slice(1)) {
+    const bar = { start: start - zero, end: start - zero + s };
+    if (role) (ranks[`${role} ${rank}`] ||= []).push({ ...bar, name: words(name.slice(name.indexOf(" ") + 1)), color: shade(name.slice(name.indexOf(" ") + 1), "cc") });
+    else if (name.includes("/")) inner.push({ ...bar, name: words(name.slice(name.indexOf("/") + 1)), color: shade(name.split("/")[0], "aa") });
+    else driver.push({ ...bar, name: words(name), color: shade(name) });
+  }
+  if (!found.work.length) for (const [name, s] of outer) {
+    driver.push({ name: words(name), start: clock, end: clock + s, color: shade(name) }); let from = clock;
+    for (const [path, part] of found.phases.filter(([path]) => path.startsWith(`${name}/`))) { inner.push({ name: words(path.slice(name.length + 1)), start: from, end: from + part, color: shade(name, "aa") }); from += part; }
     clock += s;
-  });
+  }
   const where = (role, rank) => { const at = found.processes.find(one => one.role === role && one.rank === rank); return at ? ` · ${at.node} · process ${at.pid}` : ""; };
-  const lanes = [{ title: "driver: phases", bars: driver }, { title: "parts of phases, one after the other", bars: inner }].filter(lane => lane.bars.length);
+  const lanes = [{ title: "driver: phases", bars: driver }, { title: found.work.length ? "driver: parts of phases" : "parts of phases, one after the other", bars: inner }].filter(lane => lane.bars.length);
+  for (const [name, bars] of Object.entries(ranks)) { const [role, rank] = name.split(" "); lanes.push({ title: `${role}[${rank}]${where(role, Number(rank))}`, bars }); }
   for (const engine of [...new Set(spans.map(one => one.engine))].sort()) {
     const own = spans.filter(one => one.engine === engine), title = engine === null ? "engines: samples" : `engine ${engine}: samples${where("actor_infer", engine)}`;
     lanes.push({ title, bars: own.map(one => ({ name: `${one.domain}, group ${one.group}, sample ${one.index}, ${one.response_tokens} tokens, score ${number(one.score)}`, start: one.asked_at - zero, end: one.generated_at - zero, color: color(names.indexOf(one.domain)), at: one })) });
