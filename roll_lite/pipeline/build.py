@@ -44,7 +44,7 @@ from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineSpec, StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
-from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
+from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.chaos import check_cuts
 from roll_lite.pipeline.checkpoint import Checkpoints
@@ -103,12 +103,9 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, nodes_without_run_folder)
     batch_files.keep_start(models)
-    supervised, notes = supervised_rows(config)
-    for line in notes:
-        journal.console.message(line)
     traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, nodes_without_run_folder)
     return RLVRPipeline(
-        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised, traces
+        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised_rows(config), traces
     )
 
 
@@ -149,24 +146,11 @@ def gpu_environment(
     return chosen
 
 
-def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return the path of each model whose token embeddings are trained, by setting. LoRA freezes the actor's embeddings."""
-    found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
-    if (critic := config.critic) is not None:
-        found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
-    return found if trains(config) else {}
-
-
-def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
-    """Return the rows of `algorithm.ptx` (None if unset), and warnings about their tokens with zero embeddings."""
-    ptx, path = config.algorithm.ptx, config.model.path
-    if ptx is None or not trains(config):
-        return None, []
-    tokenizer = load_tokenizer(path)
-    rows = SupervisedRows(ptx, tokenizer, derived_seed(config.seed, "ptx"))
-    if "model.path" not in trained_embeddings(config):
-        return rows, []
-    return rows, zero_embeddings("model.path", path, rows.distinct_ids(), "rows of algorithm.ptx contain them", tokenizer)
+def supervised_rows(config: RunConfig) -> SupervisedRows | None:
+    """Return the rows of `algorithm.ptx`; None if unset."""
+    if config.algorithm.ptx is None or not trains(config):
+        return None
+    return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
@@ -309,7 +293,6 @@ class Starter:
             engines_rest=config.actor_infer.offload,
             engines_restart=config.actor_infer.restarts > 0,
             engine_silence_s=config.limits.engine_silence or None,
-            trained_embeddings=trained_embeddings(config),
             columns=extra_token_columns(config),
             nodes=self.nodes_for_rewards(),
         )

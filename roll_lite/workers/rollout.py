@@ -26,7 +26,6 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.distributed.place import ActorMember
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
-from roll_lite.models.model_files import zero_embeddings
 from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import filter_of
@@ -77,8 +76,6 @@ class RolloutSpec:
     engines_restart: bool = False
     engine_silence_s: float | None = None
     """Timeout in seconds of an engine's heartbeat; None: unlimited."""
-    trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models whose token embeddings are trained: YAML key -> path. A note warns of prompt tokens with zero embeddings."""
     columns: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     """Node ids for reward and environment workers; empty: any."""
@@ -253,8 +250,6 @@ class RolloutWorker(AsyncWorker):
         given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
         loaded = {split: self._load_prompts(name, config, split, tokenizer) for split in given}
         prompts = loaded[given[0]]  # held-out ones, if nothing trains
-        for setting, path in self._spec.trained_embeddings.items():
-            self._data_notes += zero_embeddings(setting, path, prompts.distinct_ids(), f"prompts of domain {name} contain them", tokenizer)
         files, seed = config.data.train, self._spec.seed
         shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(

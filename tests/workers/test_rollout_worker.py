@@ -20,20 +20,15 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 from rollout_cases import USER, DoomedWorker, domain, engines, rollouts, spec_of, toy_model
-from safetensors.torch import load_file, save_file
 from support_local_engine import ask
-from support_models import make_tiny_model
 
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig, RewardTermConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig
-from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
-from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.placement import anywhere
-from roll_lite.models.model_files import zero_embeddings
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.infer import InferWorker, RemoteEngine
@@ -106,22 +101,6 @@ def test_beside_a_judge_of_the_run_every_other_part_is_tried_before_any_engine(m
         service.shutdown()
     places = re.findall(r"(domains\.\S+): scoring a first response, .* failed: reward", str(told.value))
     assert sorted(set(places)) == ["domains.judged.reward.terms.0", "domains.judged.reward.terms.3", "domains.own.reward"]
-
-
-def test_zero_embeddings_of_tokens_in_prompts_are_told(tmp_path: Path) -> None:
-    """Rows 0 (the pad token) and 3 are zero, and no prompt has token 3."""
-    path, prompts = make_tiny_model(tmp_path), PromptSet("math")
-    prompts.add("5", [5, 0, 9])
-    prompts.add("6", [6])
-    tokenizer = load_tokenizer(path)
-    read = prompts.distinct_ids(), "prompts of domain math contain them", tokenizer
-    assert zero_embeddings("critic.path", path, *read) == []
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][[0, 3]] = 0.0
-    save_file(weights, path / "model.safetensors")
-    (told,) = zero_embeddings("critic.path", path, *read)
-    assert told.startswith(f"warning: critic.path: {path}: ")
-    assert f"the embeddings of tokens 0 ({tokenizer.decode([0])!r}) are all zeros, and prompts of domain math contain them" in told
 
 
 @pytest.mark.nightly
