@@ -289,7 +289,12 @@ METRICS: dict[str, Metric] = {
     "log_probs/tflops": replace(TFLOPS, by="role"),
     "log_probs/mfu": replace(MFU, by="role"),
     # memory
-    "ranks/slowest_seconds": Metric(MAX, "s", "Time of the slowest training rank in a phase.", by="role/phase"),
+    "ranks/slowest_seconds": Metric(
+        MAX,
+        "s",
+        "Time of the slowest training rank in a phase. `load` ends when the rank can continue; GPUs receive some state while computing.",
+        by="role/phase",
+    ),
     "ranks/fastest_seconds": Metric(
         MIN, "s", "Time of the fastest training rank in a phase; the others may wait for the slowest.", by="role/phase"
     ),
@@ -325,10 +330,6 @@ METRICS: dict[str, Metric] = {
         SUM, "MB", "State copied to the host: without gradients, and without data unchanged since the last copy.", by="role"
     ),
     "offload/in_megabytes": Metric(SUM, "MB", "State copied back to the devices.", by="role"),
-    "offload/out_seconds": Metric(SUM, "s", "Time of the slowest rank to free memory.", by="role"),
-    "offload/in_seconds": Metric(
-        SUM, "s", "Time until the slowest rank could continue; GPUs receive some state while computing.", by="role"
-    ),
     # time
     "time": Metric(
         SUM,

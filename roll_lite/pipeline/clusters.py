@@ -23,7 +23,7 @@ from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs,
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, ClusterDead, Pending, first_done, gather
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
-from roll_lite.distributed.strategy.base import Moved, StateGroup
+from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
@@ -177,10 +177,6 @@ class Models:
     @property
     def all(self) -> list[Model[Any]]:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
-
-    def take_moved(self) -> dict[str, list[Moved]]:
-        """Return what each model's ranks have loaded and offloaded since the last call."""
-        return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
 
     def take_work(self) -> dict[str, list[RankWork]]:
         return {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}
