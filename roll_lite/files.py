@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic_core import to_json
+
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
 """Shipped configurations, tiny model, toy data and rewards. In a checkout, a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
@@ -57,6 +59,11 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file atomically. NaN and infinity, which JSON lacks, become null."""
+    write_whole(path, to_json(value, indent=2, inf_nan_mode="null").decode() + "\n")
 
 
 def absolute_path(path: Path) -> Path:

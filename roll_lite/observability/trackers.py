@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from roll_lite.config.problems import without_secrets
 from roll_lite.config.schema.run import TrackerConfig
+from roll_lite.files import write_json
 from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.timers import Span
 
@@ -456,7 +457,7 @@ def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Map
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
     if ids:
-        (run.folder / IDS_FILE).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+        write_json(run.folder / IDS_FILE, ids)
     return built
 
 

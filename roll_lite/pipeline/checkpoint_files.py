@@ -32,6 +32,7 @@ from roll_lite.files import (
     record,
     remote_folder,
     remove_tree,
+    write_json,
 )
 from roll_lite.models.hf_config import check_same_model, read_hf_config
 from roll_lite.observability.run_folder import checkpoint_setting, experiment_folder, resumed_from
@@ -163,8 +164,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
-    (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
+    write_json(checkpoint / LIST_FILE, {name: asdict(records[name]) for name in sorted(records)})
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord]:

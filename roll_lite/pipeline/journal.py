@@ -26,7 +26,7 @@ from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.place import Place, member_places
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.weight_sync.group import Pushed
-from roll_lite.files import write_whole
+from roll_lite.files import write_json, write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
@@ -176,7 +176,7 @@ class Journal:
         if places != self._places:
             self._places = places
             table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for role, rank, place in places]
-            write_whole(self.folder / PROCESSES_FILE, json.dumps(table, indent=1) + "\n")
+            write_json(self.folder / PROCESSES_FILE, table)
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
