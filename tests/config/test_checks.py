@@ -22,7 +22,6 @@ from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.schema.base import readable
 from roll_lite.files import record
 from roll_lite.pipeline.checkpoint_files import resumption_notes, write_list
-from roll_lite.pipeline.resumed_settings import Effect
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
 
@@ -308,10 +307,10 @@ def test_a_resumed_run_says_which_settings_differ(project: Project) -> None:
     made = project.load().model_dump(mode="json")
     for changed, told in (
         ({}, ["checkpoint.resume: every setting is as it was"]),
-        ({"steps": 7}, [f"  {Effect.NEXT_STEP.value}: steps: 7 -> {made['steps']}"]),
+        ({"steps": 7}, [f"  steps: 7 -> {made['steps']}"]),
         (
             {"domains": {"old": {"share": 2.0}}, "experiment": "another"},
-            [f'domains.old: {{"share": 2.0}} -> absent; domains.{next(iter(made["domains"]))}: absent -> {{'],
+            ['  domains.old: {"share": 2.0} -> absent', f"  domains.{next(iter(made['domains']))}: absent -> {{"],
         ),
     ):
         state = {"schema_version": 6, "pipeline": {}, "rollouts": {}, "config": made | changed}
