@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll_lite.config.arithmetic_tables import table
 from roll_lite.distributed.placement import Placement
 from roll_lite.files import first_line
 
@@ -92,7 +93,7 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     by_address = {addresses[node]: own for node, own in facts.items()}
     roles = {addresses[node]: own for node, own in on_node.items()}
-    tell(table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
+    tell(node_table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
     for warning in warnings(by_address):
         tell(warning)
     if problems := list(differences(by_address, roles)):
@@ -151,17 +152,16 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
             yield f"node {address}: {own.disk_gib:.1f} GiB are free where the run writes"
 
 
-def table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
+def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
     """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells by column and address."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions
-    lines = [("node", *columns, *differing, "memory free", "disk free", "clock")]
+    rows = []
     for address, own in facts.items():
         versions = (own.versions.get(name, "none") for name in differing)
         amounts = f"{own.memory_gib:.0f} GiB", f"{own.disk_gib:.0f} GiB", f"{own.clock_s:+.1f} s"
-        lines.append((address, *(cells[address] for cells in columns.values()), *versions, *amounts))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows.append((address, *(cells[address] for cells in columns.values()), *versions, *amounts))
     same = ", ".join(f"{name} {common[name]}" for name in installed if name not in differing)
-    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join([f"{len(facts)} nodes, all with {same}:", *rows])
+    header = ("node", *columns, *differing, "memory free", "disk free", "clock")
+    return f"{len(facts)} nodes, all with {same}:\n{table(header, rows)}"
