@@ -77,10 +77,6 @@ class RolloutStats:
     """Seconds from the last response to the last score."""
 
     @property
-    def tokens(self) -> int:
-        return sum(domain.prompt_tokens + domain.response_tokens for domain in self.domains.values())
-
-    @property
     def response_tokens(self) -> int:
         return sum(domain.response_tokens for domain in self.domains.values())
 
