@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.place import on_node
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.worker import Worker
@@ -68,7 +68,7 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
         )
         names = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
         facts = {names[node]: own for node, own in look_at(list(names), run_folder).items()}
-        slots = [Slot(NodeAffinitySchedulingStrategy(node, soft=False)) for node in names]
+        slots = [Slot(on_node(node)) for node in names]
         cluster = start_cluster(ClusterSpec("doctor", slots, timeout_s=CALL_SECONDS), NodeWorker)
         found = [one for own in cluster.all(NodeWorker.check, run_folder) for one in own]
         cells = {name: {one.node: one.value.partition(",")[0] for one in found if one.check == name} for name in COLUMNS}

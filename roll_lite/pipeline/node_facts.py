@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.arithmetic_tables import table
+from roll_lite.distributed.place import node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.files import first_line
 
@@ -86,25 +86,24 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
     """
     driver = ray.get_runtime_context().get_node_id()
     by_role = placement.nodes_by_role()
-    on_node = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
-    if len(on_node) == 1:
+    roles_of = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
+    if len(roles_of) == 1:
         return []
-    facts = look_at(list(on_node), run_folder)
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    facts = look_at(list(roles_of), run_folder)
+    addresses = node_addresses()
     by_address = {addresses[node]: own for node, own in facts.items()}
-    roles = {addresses[node]: own for node, own in on_node.items()}
+    roles = {addresses[node]: own for node, own in roles_of.items()}
     tell(node_table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
     for warning in warnings(by_address):
         tell(warning)
     if problems := list(differences(by_address, roles)):
         raise ValueError("\n".join(problems))
-    return [node for node in on_node if node != driver]
+    return [node for node in roles_of if node != driver]
 
 
 def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
     make = ray.remote(Scout)
-    strategies = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
-    scouts = [make.options(num_cpus=0, scheduling_strategy=strategy).remote() for strategy in strategies]
+    scouts = [make.options(num_cpus=0, scheduling_strategy=on_node(node)).remote() for node in nodes]
     try:
         places = ray.get([scout.listens_at.remote() for scout in scouts], timeout=ANSWER_SECONDS)
         others = [[place for place in places if place is not own] for own in places]
