@@ -49,8 +49,7 @@ from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.chaos import check_cuts
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
-from roll_lite.pipeline.engine_restarts import EngineRestarts
-from roll_lite.pipeline.joining_engines import JoiningEngines
+from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import compare_nodes
 from roll_lite.pipeline.nodes import View, check_nodes, readers

@@ -20,6 +20,7 @@ from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
 from roll_lite.hub import fetch
+from roll_lite.pipeline import node_facts
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
@@ -123,6 +124,16 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
         )
         if is_written
     }
+
+
+def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
+    """Raise ValueError if this node has other files or versions than the `driver` node (an address)."""
+    here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
+    views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
+    facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
+    problems = [*differences(views, {"actor_infer": {here}}, driver), *node_facts.differences(facts, dict.fromkeys(facts, engines))]
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def views_of_nodes(

@@ -26,8 +26,7 @@ from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.pipeline import engine_restarts
 from roll_lite.pipeline.clusters import Engines
-from roll_lite.pipeline.engine_restarts import EngineRestarts
-from roll_lite.pipeline.joining_engines import JoiningEngines
+from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
 from roll_lite.pipeline.nodes import View
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
