@@ -48,7 +48,7 @@ from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.chaos import check_cuts
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
+from roll_lite.pipeline.clusters import Engines, Model, Models, initialize
 from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import compare_nodes
@@ -97,7 +97,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     models = start.models()
     live = start.live(models, journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
-    initialize_all(models.all, live)
+    initialize_all(models.all, live, [name for name, model in config.reward_models.items() if model.offload])
     for line in [*start.notes(), *(live.notes() if live is not None else [])]:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, nodes_without_run_folder)
@@ -152,14 +152,14 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
     return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
-def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize workers: in parallel if they stay loaded, otherwise one by one."""
-    initialize(models, lambda: [] if live is None else starting(live))
+def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
+    """Initialize workers: in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
+    initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return
     if not live.engines.offloads:
         live.engines.initialize_later_ones()
-    for ranks in live.reward_models.offloaded:
+    for ranks in (live.reward_models[name] for name in offloaded):
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
     if live.engines.offloads:
@@ -169,10 +169,10 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
     live.restarts.begin()
 
 
-def starting(live: LiveRollouts) -> list[Pending[Any]]:
+def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
     """Start the rollout service, judges, and resident engines and reward models. Return the pending calls."""
     together: list[Pending[Any]] = [live.prepare_service()]
-    together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
+    together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     if not live.engines.offloads:
         together.append(live.engines.start_first_ones())
@@ -306,14 +306,14 @@ class Starter:
         config = self.config
         return DumpSpec(self.folder.resolve() / FOLDER, config.model_dump(mode="json"), tokenizer_checksum(config.model.path))
 
-    def reward_models(self) -> RewardModels:
+    def reward_models(self) -> dict[str, Cluster[RewardModelWorker]]:
         config = self.config
         clusters = {}
         for name, model in config.reward_models.items():
             role = f"reward_models.{name}"
             spec = RewardModelSpec(name, model, derived_seed(config.seed, role), config.deterministic)
             clusters[name] = start_cluster(self.spec(role, self.placement.slots(role), model.threads), RewardModelWorker, spec)
-        return RewardModels(clusters, config.reward_models)
+        return clusters
 
     def judges(self) -> dict[str, Cluster[JudgeWorker]]:
         clusters = {}

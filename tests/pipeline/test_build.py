@@ -161,9 +161,9 @@ def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> No
 
     engines = ranks("engines")
     engines.replicas, engines.offloads = ranks("engines"), False
-    models = SimpleNamespace(resident=[ranks("reward model")], actors={})
+    models = {"stays": ranks("reward model"), "leaves": ranks("other")}
     live: Any = SimpleNamespace(rollouts=ranks("rollouts"), reward_models=models, judges={"main": ranks("judge")}, engines=engines)
     live.restarts = SimpleNamespace(absent={})
     live.prepare_service = MethodType(LiveRollouts.prepare_service, live)
-    build.starting(live)
+    build.starting(live, ["leaves"])
     assert begun == ["rollouts prepare", "rollouts initialize", "reward model initialize", "judge initialize", "engines starts"]
