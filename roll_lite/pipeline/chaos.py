@@ -97,9 +97,7 @@ class Chaos:
         cut = action == "cut"
         whom = f"its node {place.address} for {self._config.cut_s:g} s" if cut else f"process {place.pid} or one that it started"
         self._say(f"chaos: {action} of {role} rank {rank}, {whom}")
-        strike.options(scheduling_strategy=on_node(place.node)).remote(
-            place, action, self._draw.random(), self._config.cut_s if cut else self._config.slow_s
-        )
+        on(place.node, strike).remote(place, action, self._draw.random(), self._config.cut_s if cut else self._config.slow_s)
 
     def _gap(self) -> float:
         return self._draw.expovariate(1 / self._config.every_s)
