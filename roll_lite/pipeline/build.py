@@ -274,27 +274,8 @@ class Starter:
 
     def rollouts(self) -> Cluster[RolloutWorker]:
         config = self.config
-        samples = self.folder.resolve() / "samples"
-        greedy = config.algorithm.advantage.name == "remax"
-        strategy = config.actor_infer.strategy
-        service = RolloutSpec(
-            config.model,
-            config.domains,
-            config.rollout,
-            config.seed,
-            config.deterministic,
-            engine_slots=strategy.max_running_requests,
-            samples_folder=samples,
-            dumps=self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None,
-            greedy_baseline=greedy,
-            reward_models=config.reward_models,
-            steps=config.steps,
-            engines_rest=config.actor_infer.offload,
-            engines_restart=config.actor_infer.restarts > 0,
-            engine_silence_s=config.limits.engine_silence or None,
-            columns=extra_token_columns(config),
-            nodes=self.nodes_for_rewards(),
-        )
+        dumps = self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None
+        service = RolloutSpec(config, self.folder.resolve() / "samples", dumps, self.nodes_for_rewards())
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
