@@ -90,10 +90,12 @@ class Dataflow:
     def __init__(self, tokens: int, folder: Path, dumps: bool = False) -> None:
         from support_scripted import ScriptedWorker, scripted_spec
 
+        from roll_lite.config.loading import load_config
         from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
         from roll_lite.config.schema.models import ModelConfig
         from roll_lite.distributed.cluster import ClusterSpec, start_cluster
         from roll_lite.distributed.placement import anywhere
+        from roll_lite.files import CONFIGS
         from roll_lite.workers.infer import InferWorker
         from roll_lite.workers.rollout import RolloutSpec
         from roll_lite.workers.rollout_output import DumpSpec
@@ -108,7 +110,10 @@ class Dataflow:
         engine = scripted_spec(model, max_model_len=tokens + 64, response_tokens=tokens)
         self.engines = start_cluster(ClusterSpec("actor_infer", anywhere(ENGINES)), ScriptedWorker, engine)
         dump = DumpSpec(self.dumps, {}, "") if dumps else None
-        spec = RolloutSpec(model, {"toy": domain}, settings, 1, False, engine_slots=RUNNING, samples_folder=folder / "samples", dumps=dump)
+        own = {"model": model, "domains": {"toy": domain}, "rollout": settings, "deterministic": False, "steps": None}
+        engines = [f"actor_infer.strategy.max_running_requests={RUNNING}", "actor_infer.offload=false", "actor_infer.restarts=0"]
+        config = load_config("tiny_grpo", CONFIGS, ["seed=1", *engines], files=False)
+        spec = RolloutSpec(config.model_copy(update=own), folder / "samples", dump)
         self.worker = make_worker()
         self.service = start_cluster(ClusterSpec("rollouts", anywhere(1)), self.worker, spec)
         self.engines.all(InferWorker.initialize)

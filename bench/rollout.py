@@ -95,15 +95,8 @@ class Ours:
         slots = Placement({"actor_infer": 1}, 60).slots("actor_infer")
         spec = EngineSpec(config.model, config.actor_infer.strategy, max_model_len(config), config.seed)
         self.engines = start_cluster(ClusterSpec("actor_infer", slots), InferWorker, spec)
-        service = RolloutSpec(
-            config.model,
-            config.domains,
-            config.rollout,
-            config.seed,
-            False,
-            config.actor_infer.strategy.max_running_requests,
-            samples_folder,
-        )
+        engines = config.actor_infer.model_copy(update={"offload": False, "restarts": 0})
+        service = RolloutSpec(config.model_copy(update={"deterministic": False, "steps": None, "actor_infer": engines}), samples_folder)
         self.rollouts = start_cluster(ClusterSpec("rollouts", [beside_driver()]), RolloutWorker, service)
         self.engines.all(InferWorker.initialize)
         self.rollouts.one(RolloutWorker.prepare, {}, {})

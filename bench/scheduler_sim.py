@@ -29,7 +29,7 @@ from typing import Any
 
 from roll_lite.config.schema.domains import RolloutConfig
 from roll_lite.simulator.engine import EngineLimits, EngineRates
-from roll_lite.simulator.report import table
+from roll_lite.simulator.report import table_of_runs
 from roll_lite.simulator.scenario import Scenario, TrainerModel
 from roll_lite.simulator.simulation import SimulatedRun, simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal
@@ -83,7 +83,10 @@ def beside(engines: int, shares: Sequence[float]) -> tuple[dict[str, float], flo
         policies = POLICIES if engines < MANY else (POLICIES[0], HEADLINE)
         outcomes = [run(scenario(batch, engines, trainer, policy)) for policy in policies]
         sync, best = outcomes[0], outcomes[policies.index(HEADLINE)]
-        print(f"\n{engines} engines, a trainer beside them that takes {share:.0%} of the synchronous step\n{table(outcomes)}\n", flush=True)
+        print(
+            f"\n{engines} engines, a trainer beside them that takes {share:.0%} of the synchronous step\n{table_of_runs(outcomes)}\n",
+            flush=True,
+        )
         if share == SHARE:
             found = {
                 "ratio": sync.step_s / best.step_s,
@@ -108,7 +111,7 @@ def same_devices(devices: int, generation_s: float, work_s: float, tokens: float
         trainer = TrainerModel(token_s=training_s * devices / train_on / tokens, sync_s=SYNC_S)
         outcomes[train_on] = run(scenario(SAMPLES_PER_ENGINE * devices, devices - train_on, trainer, HEADLINE))
     train_on, best = min(outcomes.items(), key=lambda one: one[1].step_s)
-    print(f"{devices} devices in all, {train_on} of which train: {synchronous:.1f} s synchronous,\n{table([best])}\n", flush=True)
+    print(f"{devices} devices in all, {train_on} of which train: {synchronous:.1f} s synchronous,\n{table_of_runs([best])}\n", flush=True)
     return synchronous / best.step_s
 
 

@@ -1,5 +1,6 @@
-"""Read files, and use folders in object stores. Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or
-device might never end."""
+"""Read and write files, use folders in object stores, and change the environment for a block.
+
+Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic_core import to_json
 
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
 """Shipped configurations, tiny model, toy data and rewards. In a checkout, a link to examples/."""
@@ -57,6 +60,28 @@ def write_whole(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+@contextmanager
+def changed_environment(values: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
+    """Set environment variables, and unset those in `without`, for the duration of the block."""
+    before = {name: os.environ.get(name) for name in (*values, *without)}
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file atomically. NaN and infinity, which JSON lacks, become null."""
+    write_whole(path, to_json(value, indent=2, inf_nan_mode="null").decode() + "\n")
 
 
 def absolute_path(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 from roll_lite.config.schema.domains import GroupFilterConfig, RolloutConfig
 from roll_lite.simulator.engine import EngineLimits, EngineRates
 from roll_lite.simulator.picture import draw_engines
-from roll_lite.simulator.report import table
+from roll_lite.simulator.report import table_of_runs
 from roll_lite.simulator.scenario import Scenario, TrainerModel
 from roll_lite.simulator.simulation import SimulatedRun, simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal
@@ -77,4 +77,4 @@ def draw(folder: Path, timelines: Sequence[Timeline] = TIMELINES) -> list[Simula
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{table(draw(IMAGES))}\n")
+    sys.stdout.write(f"{table_of_runs(draw(IMAGES))}\n")

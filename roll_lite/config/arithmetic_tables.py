@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 from roll_lite.config.arithmetic import BatchArithmetic
@@ -39,9 +40,13 @@ def render(arithmetic: BatchArithmetic) -> str:
     return "\n\n".join(tables)
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
+    """Align columns: left or, with `numbers`, right except for the first column."""
+    aligned: list[list[str]] = []
+    for column in zip(header, *rows, strict=True):
+        width = max(map(len, column))
+        aligned.append([cell.rjust(width) if numbers and aligned else cell.ljust(width) for cell in column])
+    lines = ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 

@@ -86,10 +86,6 @@ class PromptSet:
     def longest(self) -> int:
         return int(np.diff(self._id_ends).max())
 
-    def distinct_ids(self) -> list[int]:
-        ids: list[int] = np.unique(np.frombuffer(self._ids, dtype=np.intc)).tolist()
-        return ids
-
     def counts(self) -> str:
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         total = len(self) + self.left_out.total()

@@ -15,8 +15,6 @@ from roll_lite.data.proto import VECTORS, Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import Tokenizer
 
-LOOKED_AT = 10_000
-
 
 class SupervisedRows:
     def __init__(self, config: PtxConfig, tokenizer: Tokenizer, seed: int) -> None:
@@ -41,9 +39,6 @@ class SupervisedRows:
                 "ptx_weight": torch.full((len(rows),), self._config.coef / max(targets, 1)),
             }
         )
-
-    def distinct_ids(self) -> set[int]:
-        return {token for number in range(min(len(self._prompts), LOOKED_AT)) for token in self._row(number)[0].tolist()}
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
         """Draw the rows of `updates` optimizer steps; returns one batch per step for each rank."""

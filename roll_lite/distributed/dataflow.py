@@ -13,13 +13,11 @@ from itertools import pairwise
 import numpy as np
 import ray
 
-from roll_lite.data.keys import KEYS
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 
 SAMPLE = "sample"
 NOWHERE = -1
-NAMED_SAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -89,16 +87,12 @@ class Batch:
     """Driver's view of a batch: `rows` has one value per sample and column, blocks hold per-token columns."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
-        if SAMPLE not in rows:
-            raise ValueError(f"a batch needs the column {SAMPLE!r} to join its columns by; it has {', '.join(rows.keys())}")
         long = [key for key, column in rows.columns.items() if isinstance(column, Ragged)]
-        if long:
-            raise ValueError(f"columns with an entry per token do not pass through the driver, they belong into blocks: {', '.join(long)}")
+        assert not long, f"columns with an entry per token do not pass through the driver, they belong into blocks: {long}"
         self.rows = rows
         self._samples = rows.tensor(SAMPLE).numpy()
         self._order = np.argsort(self._samples, kind="stable")
-        if len(np.unique(self._samples)) != len(self._samples):
-            raise ValueError("sample numbers must be unique within a batch")
+        assert len(np.unique(self._samples)) == len(self._samples), "sample numbers must be unique within a batch"
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -139,12 +133,10 @@ class Batch:
         for block in blocks:
             places = self._places(block)
             for key in block.keys:
-                if key in self.rows:
-                    raise ValueError(f"column {key!r} comes in a block, but the batch's rows have it already")
+                assert key not in self.rows, f"column {key!r} comes in a block, but the batch's rows have it already"
                 held, row = self._where.setdefault(key, (np.full(len(self), NOWHERE), np.full(len(self), NOWHERE)))
-                if (held[places] != NOWHERE).any():
-                    twice = block.samples[held[places] != NOWHERE]
-                    raise ValueError(f"column {key!r} is there already for {_samples(twice)}; each comes from one block")
+                twice = block.samples[held[places] != NOWHERE]
+                assert not len(twice), f"column {key!r} is there already for samples {twice}; each comes from one block"
                 held[places] = len(self._refs) + block.objects
                 row[places] = block.rows
             self._blocks.append(block)
@@ -152,7 +144,6 @@ class Batch:
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
-        self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]
 
     # ------------------------------------------------------------ inside
@@ -170,6 +161,8 @@ class Batch:
 
     def _piece(self, part: np.ndarray, keys: tuple[str, ...]) -> Piece:
         held, row = self._where[keys[0]]
+        missing = self._samples[part[held[part] == NOWHERE]]
+        assert not len(missing), f"{', '.join(keys)}: missing for samples {missing}"
         needed, objects = np.unique(held[part], return_inverse=True)
         numbers = needed.tolist() if len(part) else [self._first_object(keys[0])]
         refs = tuple(self._refs[number] for number in numbers)
@@ -181,29 +174,9 @@ class Batch:
             if key in block.keys and block.refs:
                 return before
             before += len(block.refs)
-        raise ValueError(f"no object of the store has the column {key!r}")
+        raise AssertionError(f"no object of the store has the column {key!r}")
 
     def _places(self, block: Block) -> np.ndarray:
-        found = np.searchsorted(self._samples, block.samples, sorter=self._order)
-        places = self._order[np.minimum(found, len(self) - 1)] if len(self) else np.zeros(0, dtype=np.int64)
-        unknown = block.samples[self._samples[places] != block.samples] if len(self) else block.samples
-        if len(unknown):
-            raise ValueError(f"a block with {', '.join(block.keys)} has rows for {_samples(unknown)}, not in this batch")
-        return places
-
-    def _check_keys(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> None:
-        needed = np.unique(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])) if parts else np.zeros(0, dtype=np.int64)
-        for key in keys:
-            if key in self.rows:
-                continue
-            if key not in self._where:
-                known = "" if key in KEYS else ", and keys.py does not declare it"
-                raise ValueError(f"no column {key!r} in this batch{known}; it has {', '.join(self.keys())}")
-            missing = self._samples[needed[self._where[key][0][needed] == NOWHERE]]
-            if len(missing):
-                raise ValueError(f"column {key!r} is missing for {_samples(missing)}: no block has it ({KEYS[key].writer} writes it)")
-
-
-def _samples(samples: np.ndarray) -> str:
-    named = ", ".join(str(int(sample)) for sample in samples[:NAMED_SAMPLES])
-    return f"{len(samples)} sample(s): {named}{', ...' if len(samples) > NAMED_SAMPLES else ''}"
+        unknown = block.samples[~np.isin(block.samples, self._samples)]
+        assert not len(unknown), f"a block with {', '.join(block.keys)} has rows for samples {unknown}, not in this batch"
+        return self._order[np.searchsorted(self._samples, block.samples, sorter=self._order)]

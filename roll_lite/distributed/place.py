@@ -50,6 +50,15 @@ class Place(NamedTuple):
         return f"its process {self.pid} is {status}, and gives no answer"
 
 
+def on_node(node: str) -> NodeAffinitySchedulingStrategy:
+    """Return Ray's scheduling strategy of a task or actor that must run on this node."""
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def node_addresses() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
     """Return the processes on this node, at `places` or their children, that are stopped by SIGSTOP."""
     found = []

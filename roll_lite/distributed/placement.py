@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from roll_lite.config.arithmetic import device_numbers
 from roll_lite.config.placement import describe, nodes_of, ranges
 from roll_lite.config.schema.models import Devices
 from roll_lite.config.schema.placement import PlacementConfig
+from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001
 """Share of Ray's node resource; any positive share binds a bundle to the node."""
@@ -128,7 +129,7 @@ def anywhere(workers: int) -> list[Slot]:
 
 
 def beside_driver() -> Slot:
-    return Slot(NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
+    return Slot(on_node(ray.get_runtime_context().get_node_id()))
 
 
 def _cpu_slot(slots: int) -> float:

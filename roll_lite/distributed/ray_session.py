@@ -30,6 +30,7 @@ from roll_lite.distributed import session_guard
 from roll_lite.distributed.liveness import is_stopped
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.files import changed_environment
 from roll_lite.observability.report import SUMMARY_FILE
 
 logger = logging.getLogger(__name__)
@@ -265,25 +266,8 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
-    with _environment(environment, without=("RAY_ADDRESS",)), limit:
+    with changed_environment(environment, without=("RAY_ADDRESS",)), limit:
         yield
-
-
-@contextmanager
-def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    names = [*values, *without]
-    before = {name: os.environ.get(name) for name in names}
-    for name in without:
-        os.environ.pop(name, None)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # ---------------------------------------------------------------- the private folder and its guard

@@ -12,16 +12,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.place import on_node
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.worker import Worker
 from roll_lite.doctor.machine import Diagnosis, check_machine
 from roll_lite.files import first_line
-from roll_lite.pipeline.node_facts import differences, look_at, table, warnings
+from roll_lite.pipeline.node_facts import differences, look_at, node_table, warnings
 
 BYTES, REPEATS = 32 << 20, 4
 """Size of a measured message, and number of tries; the fastest try counts."""
@@ -68,11 +68,11 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
         )
         names = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
         facts = {names[node]: own for node, own in look_at(list(names), run_folder).items()}
-        slots = [Slot(NodeAffinitySchedulingStrategy(node, soft=False)) for node in names]
+        slots = [Slot(on_node(node)) for node in names]
         cluster = start_cluster(ClusterSpec("doctor", slots, timeout_s=CALL_SECONDS), NodeWorker)
         found = [one for own in cluster.all(NodeWorker.check, run_folder) for one in own]
         cells = {name: {one.node: one.value.partition(",")[0] for one in found if one.check == name} for name in COLUMNS}
-        yield Diagnosis("nodes", table(facts, cells))
+        yield Diagnosis("nodes", node_table(facts, cells))
         yield from found
         with_gpus = [rank for rank, node in enumerate(alive) if node["Resources"].get("GPU")]
         with_engines = {names[alive[rank]["NodeID"]]: {"actor_infer"} for rank in with_gpus or range(len(alive))}

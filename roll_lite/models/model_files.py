@@ -41,39 +41,10 @@ class StoredTensor:
             for position in range(self.start, self.stop, _BLOCK):
                 yield content[position : min(position + _BLOCK, self.stop)]
 
-    def zero_rows(self, rows: Iterable[int]) -> list[int]:
-        """Return the given rows that are all zero."""
-        size = (self.stop - self.start) // self.shape[0]
-        nothing = bytes(size)
-        with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            starts = {row: self.start + row * size for row in rows if 0 <= row < self.shape[0]}
-            return [row for row, start in starts.items() if content[start : start + size] == nothing]
-
     def equals(self, other: StoredTensor) -> bool:
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         return all(mine == its for mine, its in zip(self.blocks(), other.blocks(), strict=True))
-
-
-ZERO_ROWS_SHOWN = 5
-
-
-def zero_embeddings(setting: str, model: Path, tokens: Iterable[int], where: str, tokenizer: Any) -> list[str]:
-    """Return a warning if embeddings of these tokens are zero, since a norm then multiplies their gradient by up to a thousand. `where`:
-    text in the warning that says where the tokens occur."""
-    try:
-        zero = stored_tensors(model)[EMBEDDING].zero_rows(tokens)
-    except (ValueError, KeyError):  # reported when the weights are loaded
-        return []
-    if not zero:
-        return []
-    shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:ZERO_ROWS_SHOWN])
-    more = f" and {len(zero) - ZERO_ROWS_SHOWN} more" if len(zero) > ZERO_ROWS_SHOWN else ""
-    return [
-        f"warning: {setting}: {model}: the embeddings of tokens {shown}{more} are all zeros, and {where}. "
-        "Their first gradient can be hundreds of times that of all other weights, and clipping then wastes the step. Give these rows small "
-        "random values, or use a template without these tokens"
-    ]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

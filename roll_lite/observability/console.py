@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from roll_lite.config.arithmetic_tables import table
 from roll_lite.observability.health import Finding
 from roll_lite.observability.report import OVERALL, Accuracy, BeforeAfter, Results, largest_k
 from roll_lite.observability.timers import OTHER, STEP
@@ -172,24 +171,21 @@ class RunConsole:
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]
         scores = [name for name in ("reward", f"best@{k}") if name in overall]
         counts = ["prompts", "samples", *(["failed"] if overall.get("failed") else [])]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("held-out")
-        for title in ("accuracy", "±", *shares, *scores, "truncated", "tokens", *counts):
-            table.add_column(title, justify="right")
+        header = ("held-out", "accuracy", "±", *shares, *scores, "truncated", "tokens", *counts)
+        rows = []
         for name, of in [*(one for one in results.items() if one[0] != OVERALL), (OVERALL, overall)]:
             domain, _, part = name.partition("/")
-            if name == OVERALL:
-                table.add_section()
-            table.add_row(
-                Text(f"  {part}" if part else domain),
-                *(_percent(of.get(share), 1) for share in ("accuracy", "accuracy_error", *shares)),
-                *(_score(of.get(score)) for score in scores),
-                _percent(of.get("truncated"), 1),
-                _thousands(of.get("response_tokens")),
-                *(f"{of[count]:.0f}" if count in of else "" for count in counts),
-                style="bold" if name == OVERALL else "",
+            rows.append(
+                [
+                    f"  {part}" if part else domain,
+                    *(_percent(of.get(share), 1) for share in ("accuracy", "accuracy_error", *shares)),
+                    *(_score(of.get(score)) for score in scores),
+                    _percent(of.get("truncated"), 1),
+                    _thousands(of.get("response_tokens")),
+                    *(f"{of[count]:.0f}" if count in of else "" for count in counts),
+                ]
             )
-        self._console.print(table)
+        self.message(f"\n{table(header, rows, numbers=True)}\n")
         self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
 
     def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
@@ -198,28 +194,16 @@ class RunConsole:
         self.message(f"{'evaluated' if steps is None else done} in {_duration(seconds)}; everything is in {folder}")
 
     def _accuracy_table(self, accuracy: Accuracy, held_out: BeforeAfter) -> None:
-        table = Table(box=box.SIMPLE_HEAD, title="held-out accuracy", title_style="bold", pad_edge=False)
-        table.add_column("domain")
-        for title in ("before", "after", "change"):
-            table.add_column(title, justify="right")
         k = largest_k(f"validation/{name}" for name in held_out)
         further = {name: held_out[name] for name in (f"pass@{k}", f"maj@{k}") if name in held_out}
+        rows = []
         for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
             before, after = measured["before"], measured["after"]
             change = None if before is None or after is None else 100 * (after - before)
             if change is not None and abs(change) < SMALLEST_CHANGE:
                 change = 0.0
-            shade = "" if not change else "green" if change > 0 else "red"
-            if name == OVERALL:
-                table.add_section()
-            table.add_row(
-                Text(name),
-                _percent(before, 1),
-                _percent(after, 1),
-                Text("-" if change is None else f"{change:+.1f}", style=shade),
-                style="bold" if name == OVERALL else "",
-            )
-        self._console.print(table)
+            rows.append([name, _percent(before, 1), _percent(after, 1), "-" if change is None else f"{change:+.1f}"])
+        self.message(f"\n{table(('held-out', 'before', 'after', 'change'), rows, numbers=True)}\n")
 
     # ------------------------------------------------------------ layout
 

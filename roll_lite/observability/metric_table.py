@@ -171,11 +171,8 @@ METRICS: dict[str, Metric] = {
     "rollout/max_turns": by_domain(MEAN, "share", "Samples whose episode ended at max_turns."),
     "rollout/request_seconds": by_domain(MEAN, "s", "Time from sending a request to its completion."),
     "rollout/share_requested": by_domain(LAST, "share", "Domain's configured share of the prompts."),
-    "rollout/share_admitted": by_domain(LAST, "share", "Domain's share of the prompts started in the run so far."),
-    "rollout/share_scored": by_domain(LAST, "share", "Domain's share of the samples scored in the run so far, before filters."),
     "rollout/share_generated": by_domain(LAST, "share", "Domain's share of the tokens generated in the run so far, before filters."),
     "rollout/share_realised": by_domain(LAST, "share", "Domain's share of the prompts delivered in the run so far."),
-    "rollout/share_samples": by_domain(LAST, "share", "Domain's share of the accepted samples of batches in the run so far."),
     "rollout/share_tokens": by_domain(LAST, "share", "Domain's share of the response tokens of batches in the run so far."),
     "rollout/epoch": by_domain(LAST, "epochs", "Epoch of the domain's newest prompt, counted from 0."),
     "rollout/generation_seconds": Metric(SUM, "s", "Time from the start of the batch to its last completion."),
@@ -289,7 +286,12 @@ METRICS: dict[str, Metric] = {
     "log_probs/tflops": replace(TFLOPS, by="role"),
     "log_probs/mfu": replace(MFU, by="role"),
     # memory
-    "ranks/slowest_seconds": Metric(MAX, "s", "Time of the slowest training rank in a phase.", by="role/phase"),
+    "ranks/slowest_seconds": Metric(
+        MAX,
+        "s",
+        "Time of the slowest training rank in a phase. `load` ends when the rank can continue; GPUs receive some state while computing.",
+        by="role/phase",
+    ),
     "ranks/fastest_seconds": Metric(
         MIN, "s", "Time of the fastest training rank in a phase; the others may wait for the slowest.", by="role/phase"
     ),
@@ -325,10 +327,6 @@ METRICS: dict[str, Metric] = {
         SUM, "MB", "State copied to the host: without gradients, and without data unchanged since the last copy.", by="role"
     ),
     "offload/in_megabytes": Metric(SUM, "MB", "State copied back to the devices.", by="role"),
-    "offload/out_seconds": Metric(SUM, "s", "Time of the slowest rank to free memory.", by="role"),
-    "offload/in_seconds": Metric(
-        SUM, "s", "Time until the slowest rank could continue; GPUs receive some state while computing.", by="role"
-    ),
     # time
     "time": Metric(
         SUM,

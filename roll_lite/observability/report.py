@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import re
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from roll_lite.files import write_whole
+from roll_lite.files import write_json
 from roll_lite.hub import config_notation
 from roll_lite.observability.health import Finding
 from roll_lite.observability.run_folder import CONFIG_FILE
@@ -64,7 +62,7 @@ def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) ->
             results.setdefault(known["where"] or OVERALL, {})[known["metric"]] = value
     config = hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()
     evaluation = {"model": config_notation(model), "config_sha256": config, "results": results}
-    write_whole(folder / EVALUATION_FILE, json.dumps(_with_nulls(evaluation), indent=2, allow_nan=False) + "\n")
+    write_json(folder / EVALUATION_FILE, evaluation)
     return results
 
 
@@ -100,7 +98,7 @@ def write_summary(
         "exit": exit_state,
     }
     path = folder / SUMMARY_FILE
-    write_whole(path, json.dumps(_with_nulls(summary), indent=2, allow_nan=False) + "\n")
+    write_json(path, summary)
     return path
 
 
@@ -151,10 +149,3 @@ class LiveReport:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-
-
-def _with_nulls(value: object) -> object:
-    """Replace NaN and infinity, which JSON lacks, by null."""
-    if isinstance(value, dict):
-        return {key: _with_nulls(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

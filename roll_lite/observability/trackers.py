@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from roll_lite.config.problems import without_secrets
 from roll_lite.config.schema.run import TrackerConfig
+from roll_lite.files import write_json
 from roll_lite.observability.metric_table import METRICS
 from roll_lite.observability.timers import Span
 
@@ -69,7 +70,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """Close; may be called twice. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """Close. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):
@@ -161,6 +162,7 @@ class Trackers(Tracker):
 
     def close(self, exit_state: str = "completed") -> None:
         self._each(lambda tracker: tracker.close(exit_state))
+        self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
         """Call all trackers. A failure drops the tracker or, with `extra`, only this kind of data."""
@@ -215,7 +217,6 @@ class WandbTracker(Tracker):
         own = {**defaults, **args, "id": self.run_id, "config": dict(run.settings), "settings": settings}
         self._run = wandb.init(**own)
         self._run.define_metric("*", step_metric=STEP)
-        self._open = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **_finite(metrics)})
@@ -232,9 +233,7 @@ class WandbTracker(Tracker):
         self._run.log({"curves": wandb.Image(str(file))})
 
     def close(self, exit_state: str = "completed") -> None:
-        if self._open:
-            self._open = False
-            self._run.finish(exit_code=0 if exit_state == "completed" else 1)
+        self._run.finish(exit_code=0 if exit_state == "completed" else 1)
 
 
 class MlflowTracker(Tracker):
@@ -261,7 +260,6 @@ class MlflowTracker(Tracker):
             params = [Param(_name(key), str(value)[:MLFLOW_LONGEST]) for key, value in _flat(run.settings)]
             for start in range(0, len(params), MLFLOW_BATCH):
                 self._client.log_batch(self.run_id, params=params[start : start + MLFLOW_BATCH])
-        self._open = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -277,10 +275,8 @@ class MlflowTracker(Tracker):
         self._client.log_artifact(self.run_id, str(file))
 
     def close(self, exit_state: str = "completed") -> None:
-        if self._open:
-            self._open = False
-            status = {"completed": "FINISHED", "interrupted": "KILLED"}.get(exit_state, "FAILED")
-            self._client.set_terminated(self.run_id, status)
+        status = {"completed": "FINISHED", "interrupted": "KILLED"}.get(exit_state, "FAILED")
+        self._client.set_terminated(self.run_id, status)
 
 
 class SwanLabTracker(Tracker):
@@ -293,7 +289,6 @@ class SwanLabTracker(Tracker):
         defaults = {"project": run.experiment.replace("/", "-"), "log_dir": str(run.folder / "swanlab"), "resume": "allow"}
         own = {**defaults, **args, "id": self.run_id, "config": dict(run.settings), "settings": settings}
         self._run = swanlab.init(**own)
-        self._open = True
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(_finite(metrics), step=step)
@@ -310,11 +305,9 @@ class SwanLabTracker(Tracker):
         self._run.log({"curves": swanlab.Image(str(file))})
 
     def close(self, exit_state: str = "completed") -> None:
-        if self._open:
-            self._open = False
-            states = {"completed": "success", "interrupted": "aborted"}
-            state = states.get(exit_state, "crashed")
-            self._run.finish(state=state, error=exit_state if state == "crashed" else None)
+        states = {"completed": "success", "interrupted": "aborted"}
+        state = states.get(exit_state, "crashed")
+        self._run.finish(state=state, error=exit_state if state == "crashed" else None)
 
 
 class PrometheusTracker(Tracker):
@@ -418,8 +411,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-LOCAL: dict[str, Callable[[TrackedRun], Tracker]] = {"jsonl": JsonlTracker, "tensorboard": TensorBoardTracker}
-SERVICES: dict[str, Callable[..., Tracker]] = {
+TRACKERS: dict[str, Callable[..., Tracker]] = {
+    "jsonl": JsonlTracker,
+    "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "swanlab": SwanLabTracker,
@@ -456,14 +450,14 @@ def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Map
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
     if ids:
-        (run.folder / IDS_FILE).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+        write_json(run.folder / IDS_FILE, ids)
     return built
 
 
 def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
     module, _, name = config.name.rpartition(".")
     try:
-        make = LOCAL.get(config.name) or SERVICES.get(config.name) or getattr(import_module(module), name)
+        make = TRACKERS.get(config.name) or getattr(import_module(module), name)
         tracker = make(run, **config.args)
     except Exception as error:  # a process edge: see Trackers
         raise ValueError(f"{path}: {config.name}: {type(error).__name__}: {error}") from error

@@ -3,7 +3,6 @@ updates."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +23,7 @@ from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
-from roll_lite.files import FileRecord, record
+from roll_lite.files import FileRecord, record, write_json
 from roll_lite.pipeline.clusters import Model, Models, states
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
@@ -60,7 +59,7 @@ class BatchFiles:
         described: dict[str, Any] = {"resumed_from": None if resumed is None else str(resumed), "models": {}}
         for role, path in _models_of(self._config).items():
             described["models"][role] = self._keep(path.resolve(), start / role)
-        (start / "models.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        write_json(start / "models.json", described)
         if self._config.actor_train.lora is not None:
             with models.actor.loaded(states(Phase.FINAL_MODEL)):
                 folder = (start / "adapters").resolve()
@@ -115,7 +114,7 @@ class BatchFiles:
             for rank, shard in enumerate(shards):
                 write_columns(folder / rows_file(rank), shard.materialize())
         write_table(folder / "mini_batches.parquet", mini_batches)
-        (folder / "step.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / "step.json", facts)
 
 
 def batches_are_written(config: RunConfig) -> bool:

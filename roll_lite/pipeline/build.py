@@ -44,13 +44,12 @@ from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineSpec, StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
-from roll_lite.models.model_files import tokenizer_checksum, zero_embeddings
+from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.chaos import check_cuts
 from roll_lite.pipeline.checkpoint import Checkpoints
-from roll_lite.pipeline.clusters import Engines, Model, Models, RewardModels, initialize
-from roll_lite.pipeline.engine_restarts import EngineRestarts
-from roll_lite.pipeline.joining_engines import JoiningEngines
+from roll_lite.pipeline.clusters import Engines, Model, Models, initialize
+from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.node_facts import compare_nodes
 from roll_lite.pipeline.nodes import View, check_nodes, readers
@@ -98,17 +97,14 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     models = start.models()
     live = start.live(models, journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
-    initialize_all(models.all, live)
+    initialize_all(models.all, live, [name for name, model in config.reward_models.items() if model.offload])
     for line in [*start.notes(), *(live.notes() if live is not None else [])]:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder, nodes_without_run_folder)
     batch_files.keep_start(models)
-    supervised, notes = supervised_rows(config)
-    for line in notes:
-        journal.console.message(line)
     traces = Traces(models, live.engines if live is not None else None, journal, config.profile.steps, nodes_without_run_folder)
     return RLVRPipeline(
-        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised, traces
+        config, models, source, journal, Checkpoints(config, folder, nodes_without_run_folder), batch_files, supervised_rows(config), traces
     )
 
 
@@ -149,34 +145,21 @@ def gpu_environment(
     return chosen
 
 
-def trained_embeddings(config: RunConfig) -> dict[str, Path]:
-    """Return the path of each model whose token embeddings are trained, by setting. LoRA freezes the actor's embeddings."""
-    found = {"model.path": config.model.path} if config.actor_train.lora is None else {}
-    if (critic := config.critic) is not None:
-        found |= {"model.path": config.model.path} if critic.path is None else {"critic.path": critic.path}
-    return found if trains(config) else {}
+def supervised_rows(config: RunConfig) -> SupervisedRows | None:
+    """Return the rows of `algorithm.ptx`; None if unset."""
+    if config.algorithm.ptx is None or not trains(config):
+        return None
+    return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
-def supervised_rows(config: RunConfig) -> tuple[SupervisedRows | None, list[str]]:
-    """Return the rows of `algorithm.ptx` (None if unset), and warnings about their tokens with zero embeddings."""
-    ptx, path = config.algorithm.ptx, config.model.path
-    if ptx is None or not trains(config):
-        return None, []
-    tokenizer = load_tokenizer(path)
-    rows = SupervisedRows(ptx, tokenizer, derived_seed(config.seed, "ptx"))
-    if "model.path" not in trained_embeddings(config):
-        return rows, []
-    return rows, zero_embeddings("model.path", path, rows.distinct_ids(), "rows of algorithm.ptx contain them", tokenizer)
-
-
-def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
-    """Initialize workers: in parallel if they stay loaded, otherwise one by one."""
-    initialize(models, lambda: [] if live is None else starting(live))
+def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
+    """Initialize workers: in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
+    initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return
     if not live.engines.offloads:
         live.engines.initialize_later_ones()
-    for ranks in live.reward_models.offloaded:
+    for ranks in (live.reward_models[name] for name in offloaded):
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
     if live.engines.offloads:
@@ -186,10 +169,10 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None) -> N
     live.restarts.begin()
 
 
-def starting(live: LiveRollouts) -> list[Pending[Any]]:
+def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
     """Start the rollout service, judges, and resident engines and reward models. Return the pending calls."""
     together: list[Pending[Any]] = [live.prepare_service()]
-    together += [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
+    together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     if not live.engines.offloads:
         together.append(live.engines.start_first_ones())
@@ -291,28 +274,8 @@ class Starter:
 
     def rollouts(self) -> Cluster[RolloutWorker]:
         config = self.config
-        samples = self.folder.resolve() / "samples"
-        greedy = config.algorithm.advantage.name == "remax"
-        strategy = config.actor_infer.strategy
-        service = RolloutSpec(
-            config.model,
-            config.domains,
-            config.rollout,
-            config.seed,
-            config.deterministic,
-            engine_slots=strategy.max_running_requests,
-            samples_folder=samples,
-            dumps=self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None,
-            greedy_baseline=greedy,
-            reward_models=config.reward_models,
-            steps=config.steps,
-            engines_rest=config.actor_infer.offload,
-            engines_restart=config.actor_infer.restarts > 0,
-            engine_silence_s=config.limits.engine_silence or None,
-            trained_embeddings=trained_embeddings(config),
-            columns=extra_token_columns(config),
-            nodes=self.nodes_for_rewards(),
-        )
+        dumps = self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None
+        service = RolloutSpec(config, self.folder.resolve() / "samples", dumps, self.nodes_for_rewards())
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
@@ -324,14 +287,14 @@ class Starter:
         config = self.config
         return DumpSpec(self.folder.resolve() / FOLDER, config.model_dump(mode="json"), tokenizer_checksum(config.model.path))
 
-    def reward_models(self) -> RewardModels:
+    def reward_models(self) -> dict[str, Cluster[RewardModelWorker]]:
         config = self.config
         clusters = {}
         for name, model in config.reward_models.items():
             role = f"reward_models.{name}"
             spec = RewardModelSpec(name, model, derived_seed(config.seed, role), config.deterministic)
             clusters[name] = start_cluster(self.spec(role, self.placement.slots(role), model.threads), RewardModelWorker, spec)
-        return RewardModels(clusters, config.reward_models)
+        return clusters
 
     def judges(self) -> dict[str, Cluster[JudgeWorker]]:
         clusters = {}

@@ -11,10 +11,9 @@ from contextlib import contextmanager, suppress
 
 import psutil
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.schema.run import ChaosConfig
-from roll_lite.distributed.place import MEMBER_ROLES, Place, member_places
+from roll_lite.distributed.place import MEMBER_ROLES, Place, member_places, node_addresses, on_node
 from roll_lite.distributed.rank_group import WATCH
 
 MEMBER_TARGETS = frozenset(MEMBER_ROLES.values())
@@ -47,7 +46,7 @@ def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
         raise ValueError(
             "chaos.actions: cut: the driver's node is never cut off, and the run has no other: set placement.nodes, or leave cut out"
         )
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    addresses = node_addresses()
     for node in nodes:
         if why := ray.get(on(node, why_uncut).remote()):
             raise ValueError(
@@ -57,7 +56,7 @@ def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
 
 
 def on(node: str, task: ray.remote_function.RemoteFunction) -> ray.remote_function.RemoteFunction:
-    return task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+    return task.options(scheduling_strategy=on_node(node))
 
 
 @ray.remote(num_cpus=0)

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.arithmetic import roles, trains, uses_reference
+from roll_lite.config.arithmetic import roles, trains
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import ModelConfig, ReferenceRoleConfig
+from roll_lite.config.schema.models import ReferenceRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import (
     FileRecord,
@@ -32,6 +32,7 @@ from roll_lite.files import (
     record,
     remote_folder,
     remove_tree,
+    write_json,
 )
 from roll_lite.models.hf_config import check_same_model, read_hf_config
 from roll_lite.observability.run_folder import checkpoint_setting, experiment_folder, resumed_from
@@ -79,7 +80,7 @@ def resumption(folder: Path) -> Resumption:
     while not (checkpoints := finished_checkpoints(folder)):
         earlier = resumed_from(folder)
         if earlier is None or earlier in seen:
-            raise ValueError(_no_checkpoints(folder))
+            raise ValueError(f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints ({FOLDER}/step_*)")
         notes.append(f"{folder} has written no checkpoint; going on from where it began, {earlier}")
         if is_finished(earlier):
             return Resumption(earlier, notes)
@@ -122,15 +123,6 @@ def _resuming(config: RunConfig, resume: Path | str | None) -> RunConfig:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})
 
 
-def _no_checkpoints(folder: Path) -> str:
-    every = checkpoint_setting(folder, "every")
-    if not isinstance(every, int):
-        return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
-    if every > 0:
-        return f"the run in {folder} ended before its first checkpoint was complete (checkpoint.every: {every}); start it anew"
-    return f"the run in {folder} wrote no checkpoints (checkpoint.every: 0); start it anew with checkpoint.every set"
-
-
 def remedy(checkpoint: Path) -> str:
     earlier = [other for other in finished_checkpoints(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)]
     if earlier:
@@ -163,8 +155,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
-    text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
-    (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
+    write_json(checkpoint / LIST_FILE, {name: asdict(records[name]) for name in sorted(records)})
 
 
 def read_list(checkpoint: Path) -> dict[str, FileRecord]:
@@ -266,7 +257,7 @@ def _check_folder(config: RunConfig, folder: Path) -> None:
     absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
     if absent:
         raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
-    if told := [str(change) for change in refused(_saved(state) or {}, config.model_dump(mode="json"), trains(config))]:
+    if told := [str(change) for change in refused(_settings(state), config.model_dump(mode="json"), trains(config))]:
         raise ValueError(f"{checkpoint} was written with other settings, which may not change on resume: {'; '.join(told)}")
     with_state = [role for role in saved_roles(config) if role in roles(config)]
     absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
@@ -284,11 +275,9 @@ def _check_model(config: RunConfig, role: str, folder: Path) -> None:
     check_same_model(folder, hf.tensor_facts(config.model.dtype, role == "critic"))
 
 
-def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    found: Any = state.get("config")
-    for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
+def _settings(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = state.get("config")
+    return found if isinstance(found, dict) else {}
 
 
 def resumption_notes(config: RunConfig) -> list[str]:
@@ -297,19 +286,5 @@ def resumption_notes(config: RunConfig) -> list[str]:
         return notes
     chosen = resumption(config.checkpoint.source)
     state = read_state(chosen.checkpoint)
-    told = described(_saved(state) or {}, config.model_dump(mode="json"))
-    return [*notes, *chosen.notes, *_reference_notes(config, state), f"checkpoint.resume: {told}"]
-
-
-def _reference_notes(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if KL is measured against other weights than before the checkpoint."""
-    if not trains(config) or not uses_reference(config) or follows_actor(config.reference):
-        return
-    now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")
-    was = None
-    if had is not None and had.get("refresh") is not None:
-        was = "a reference that follows the actor (reference.refresh)"
-    elif had is not None and made is not None and config.actor_train.lora is None:
-        was = made["path"] if ModelConfig(path=made["path"]).path.resolve() != now else None
-    if was is not None:
-        yield f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"
+    told = described(_settings(state), config.model_dump(mode="json"))
+    return [*notes, *chosen.notes, f"checkpoint.resume: {told}"]

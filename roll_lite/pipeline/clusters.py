@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, zip_longest
@@ -17,19 +17,18 @@ import torch
 
 from roll_lite.config.arithmetic import device_numbers
 from roll_lite.config.device_phases import PHASES, Phase, startable
-from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
+from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, ClusterDead, Pending, first_done, gather
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
-from roll_lite.distributed.strategy.base import Moved, StateGroup
+from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.model import CriticWorker, ModelWorker, ReferenceWorker, TrainShare
 from roll_lite.workers.phases import RankWork
-from roll_lite.workers.reward_model import RewardModelWorker
 
 W = TypeVar("W", bound=ModelWorker)
 R = TypeVar("R")
@@ -143,26 +142,6 @@ class Engines(Movable):
 
 
 @dataclass(frozen=True)
-class RewardModels:
-    """Reward models by name. The rollout service, not the driver, calls and loads them."""
-
-    clusters: Mapping[str, Cluster[RewardModelWorker]]
-    configs: Mapping[str, RewardModelConfig]
-
-    @property
-    def actors(self) -> dict[str, list[Any]]:
-        return {name: ranks.actors for name, ranks in self.clusters.items()}
-
-    @property
-    def resident(self) -> list[Cluster[RewardModelWorker]]:
-        return [ranks for name, ranks in self.clusters.items() if not self.configs[name].offload]
-
-    @property
-    def offloaded(self) -> list[Cluster[RewardModelWorker]]:
-        return [ranks for name, ranks in self.clusters.items() if self.configs[name].offload]
-
-
-@dataclass(frozen=True)
 class Models:
     policy: Model[ActorWorker] | None
     """Actor; None in a run that does not train."""
@@ -177,10 +156,6 @@ class Models:
     @property
     def all(self) -> list[Model[Any]]:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
-
-    def take_moved(self) -> dict[str, list[Moved]]:
-        """Return what each model's ranks have loaded and offloaded since the last call."""
-        return {model.ranks.name: model.ranks.all(ModelWorker.take_moved) for model in self.all if model.offloads}
 
     def take_work(self) -> dict[str, list[RankWork]]:
         return {model.ranks.name: model.ranks.all(ModelWorker.take_work) for model in self.all}

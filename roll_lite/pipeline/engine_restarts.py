@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import remove_placement_group
 
 from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.failures import BUDGET_SECONDS, MemberLost, RestartBudget, cause_of
 from roll_lite.distributed.pending import pause
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.placement import draining_nodes
+from roll_lite.distributed.placement import Slot, draining_nodes
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.pipeline.clusters import Engines
-from roll_lite.pipeline.joining_engines import JoiningEngines
 from roll_lite.pipeline.journal import Journal
-from roll_lite.scheduler.elastic import leaving
+from roll_lite.pipeline.node_facts import installed
+from roll_lite.pipeline.nodes import View, require_same
+from roll_lite.scheduler.engines import leaving
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -41,6 +43,34 @@ class _Start:
     @property
     def is_ready(self) -> bool:
         return self.place is not None
+
+
+@dataclass(frozen=True)
+class JoiningEngines:
+    """Slots and node checks of engines that join when devices become free."""
+
+    slots: list[Slot]
+    new_slot: Callable[[], Slot]
+    drivers: View
+    """Files of the driver's node that must be equal on all nodes."""
+    other_nodes: list[str]
+
+    def check(self, engine: int) -> ray.ObjectRef:
+        """Start a task that fails if the engine's node has other files or versions than the driver's."""
+        task = ray.remote(require_same).options(num_cpus=0, max_retries=0, scheduling_strategy=self.slots[engine].strategy)
+        return task.remote(self.drivers, installed(), ray.util.get_node_ip_address())
+
+    def release(self, engine: int) -> None:
+        """Free the devices reserved for an engine, which ends the engine."""
+        remove_placement_group(self.slots[engine].reserved)
+
+    def reserve(self, engine: int) -> None:
+        """Give an engine a new slot, so that it waits until devices are free."""
+        self.slots[engine] = self.new_slot()
+
+    def joined(self, place: Place) -> None:
+        if place.node not in (*self.other_nodes, ray.get_runtime_context().get_node_id()):
+            self.other_nodes.append(place.node)
 
 
 class EngineRestarts:

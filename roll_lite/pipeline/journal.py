@@ -25,9 +25,8 @@ from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.place import Place, member_places
 from roll_lite.distributed.rank_group import WATCH
-from roll_lite.distributed.strategy.base import Moved
 from roll_lite.distributed.weight_sync.group import Pushed
-from roll_lite.files import write_whole
+from roll_lite.files import write_json, write_whole
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.health import RunHealth
@@ -191,7 +190,7 @@ class Journal:
         if places != self._places:
             self._places = places
             table = [{"role": role, "rank": rank, "node": place.address, "pid": place.pid} for role, rank, place in places]
-            write_whole(self.folder / PROCESSES_FILE, json.dumps(table, indent=1) + "\n")
+            write_json(self.folder / PROCESSES_FILE, table)
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
@@ -415,17 +414,6 @@ class Journal:
             f"{first.grad_norm:.4g}; its samples are in {self.folder / first.folder}"
         )
 
-    def moved(self, by_role: Mapping[str, Sequence[Moved]]) -> None:
-        for role, ranks in by_role.items():
-            for name, number in (
-                ("freed_megabytes", sum(rank.freed_bytes for rank in ranks) / 1e6),
-                ("out_megabytes", sum(rank.out_bytes for rank in ranks) / 1e6),
-                ("in_megabytes", sum(rank.in_bytes for rank in ranks) / 1e6),
-                ("out_seconds", max(rank.out_seconds for rank in ranks)),
-                ("in_seconds", max(rank.in_seconds for rank in ranks)),
-            ):
-                self._sums.add(f"offload/{name}", number, label=role)
-
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
         self._work = by_role
         for role, ranks in by_role.items():
@@ -437,6 +425,8 @@ class Journal:
                 for one in done:
                     for kind, size in one.memory.items():
                         self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
+                    for kind, size in one.moved.items():
+                        self._sums.add(f"offload/{kind}_megabytes", size / 1e6, label=role)
                 if phase == "log_probs":
                     self._speed("log_probs", role, done)
                 elif phase == "train":

@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll_lite.config.arithmetic_tables import table
+from roll_lite.distributed.place import node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.files import first_line
 
@@ -85,25 +86,24 @@ def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], 
     """
     driver = ray.get_runtime_context().get_node_id()
     by_role = placement.nodes_by_role()
-    on_node = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
-    if len(on_node) == 1:
+    roles_of = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
+    if len(roles_of) == 1:
         return []
-    facts = look_at(list(on_node), run_folder)
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    facts = look_at(list(roles_of), run_folder)
+    addresses = node_addresses()
     by_address = {addresses[node]: own for node, own in facts.items()}
-    roles = {addresses[node]: own for node, own in on_node.items()}
-    tell(table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
+    roles = {addresses[node]: own for node, own in roles_of.items()}
+    tell(node_table(by_address, {"roles": {address: ", ".join(sorted(own)) or "driver" for address, own in roles.items()}}))
     for warning in warnings(by_address):
         tell(warning)
     if problems := list(differences(by_address, roles)):
         raise ValueError("\n".join(problems))
-    return [node for node in on_node if node != driver]
+    return [node for node in roles_of if node != driver]
 
 
 def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
     make = ray.remote(Scout)
-    strategies = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
-    scouts = [make.options(num_cpus=0, scheduling_strategy=strategy).remote() for strategy in strategies]
+    scouts = [make.options(num_cpus=0, scheduling_strategy=on_node(node)).remote() for node in nodes]
     try:
         places = ray.get([scout.listens_at.remote() for scout in scouts], timeout=ANSWER_SECONDS)
         others = [[place for place in places if place is not own] for own in places]
@@ -151,17 +151,16 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
             yield f"node {address}: {own.disk_gib:.1f} GiB are free where the run writes"
 
 
-def table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
+def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
     """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells by column and address."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions
-    lines = [("node", *columns, *differing, "memory free", "disk free", "clock")]
+    rows = []
     for address, own in facts.items():
         versions = (own.versions.get(name, "none") for name in differing)
         amounts = f"{own.memory_gib:.0f} GiB", f"{own.disk_gib:.0f} GiB", f"{own.clock_s:+.1f} s"
-        lines.append((address, *(cells[address] for cells in columns.values()), *versions, *amounts))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows.append((address, *(cells[address] for cells in columns.values()), *versions, *amounts))
     same = ", ".join(f"{name} {common[name]}" for name in installed if name not in differing)
-    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return "\n".join([f"{len(facts)} nodes, all with {same}:", *rows])
+    header = ("node", *columns, *differing, "memory free", "disk free", "clock")
+    return f"{len(facts)} nodes, all with {same}:\n{table(header, rows)}"

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.distributed.place import node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.files import first_line, is_local, try_store
 from roll_lite.hub import fetch
+from roll_lite.pipeline import node_facts
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
@@ -76,7 +77,7 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
     others = set().union(*nodes.values()) - {driver}
     if not others:
         return []
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    addresses = node_addresses()
     read = {node: [one for one in readers(config) if any(node in nodes.get(role, ()) for role in one.roles)] for node in others}
     views = views_of_nodes(run_folder.resolve(), {**read, driver: readers(config)}, driver, addresses, config.checkpoint.store)
     by_address = {addresses[node]: view for node, view in views.items()}
@@ -125,6 +126,16 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
     }
 
 
+def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
+    """Raise ValueError if this node has other files or versions than the `driver` node (an address)."""
+    here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
+    views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
+    facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
+    problems = [*differences(views, {"actor_infer": {here}}, driver), *node_facts.differences(facts, dict.fromkeys(facts, engines))]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
@@ -133,9 +144,7 @@ def views_of_nodes(
     probe.touch()
     task = ray.remote(view_of)
     asked = {
-        node: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            probe, node, read[node], store
-        )
+        node: task.options(num_cpus=0, scheduling_strategy=on_node(node)).remote(probe, node, read[node], store)
         for node in sorted(read.keys() - {driver})
     }
     views = {driver: view_of(probe, driver, read[driver], None)}
@@ -217,8 +226,7 @@ def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
     finally:
         with suppress(RayError):  # the cluster may be gone
             place = (run_folder / LOGS).resolve()
-            at_nodes = (NodeAffinitySchedulingStrategy(node, soft=False) for node in session.other_nodes)
-            tasks = [ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=at_node) for at_node in at_nodes]
+            tasks = [ray.remote(read).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node)) for node in session.other_nodes]
             asked = [task.remote(place, LOG_BYTES) for task in tasks]
             ready, _ = ray.wait(asked, num_returns=len(asked), timeout=LOGS_SECONDS) if asked else ([], [])
             for reference in ready:

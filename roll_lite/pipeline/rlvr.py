@@ -132,7 +132,6 @@ class RLVRPipeline:
         with self.journal.step(self.steps_done + 1):
             self.step()
             with self.recovery.updating():
-                self.journal.moved(self.models.take_moved())
                 self.journal.worked(self.models.take_work())
             self.journal.ledger.step(self.steps_done, self.version)
             self.recovery.step_is_done(self.state_dict())

@@ -19,7 +19,7 @@ from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.failures import RankFailed, RestartBudget
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed
-from roll_lite.pipeline.clusters import Engines, RewardModels, states
+from roll_lite.pipeline.clusters import Engines, states
 from roll_lite.pipeline.engine_restarts import EngineRestarts
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.weights import WeightSync
@@ -27,6 +27,7 @@ from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeAddress, JudgeWorker
 from roll_lite.workers.replay import ReplayWorker
+from roll_lite.workers.reward_model import RewardModelWorker
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
@@ -94,7 +95,8 @@ class LiveRollouts(BatchSource):
     engines: Engines
     restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
-    reward_models: RewardModels
+    reward_models: Mapping[str, Cluster[RewardModelWorker]]
+    """Reward models by name. The rollout service, not the driver, calls and loads them."""
     judges: Mapping[str, Cluster[JudgeWorker]]
     """Judges by name; these references keep their Ray actors alive."""
     judge_restarts: Mapping[str, int]
@@ -116,7 +118,7 @@ class LiveRollouts(BatchSource):
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
-        self.rollouts.one(RolloutWorker.prepare, self.reward_models.actors, addresses)
+        self.rollouts.one(RolloutWorker.prepare, {name: ranks.actors for name, ranks in self.reward_models.items()}, addresses)
         return self.rollouts.start_one(RolloutWorker.initialize, self.engines.replicas.actors, self.restarts.absent)
 
     def restart(self, state: dict[str, Any]) -> None:
@@ -266,7 +268,7 @@ class LiveRollouts(BatchSource):
             self.weights.break_off()
         self.rollouts.shutdown()
         self.engines.replicas.shutdown()
-        for ranks in self.reward_models.clusters.values():
+        for ranks in self.reward_models.values():
             ranks.shutdown()
 
     def end_ledger(self) -> None:

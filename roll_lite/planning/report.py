@@ -36,7 +36,7 @@ from roll_lite.distributed.strategy.megatron.traced import RankMemory
 from roll_lite.planning.architecture import Architecture, find, of_scorer
 from roll_lite.planning.memory import GIB, PhaseMemory, by_phase, cached_tokens, engine_memory, memory_of_roles
 from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_each_supply
-from roll_lite.simulator.report import table as table_of_runs
+from roll_lite.simulator.report import table_of_runs
 
 LISTED, TRIED = 5, 80
 """Maximum layouts that `roll-lite plan --search` lists and tries."""

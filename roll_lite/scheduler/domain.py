@@ -65,23 +65,6 @@ class Domain:
         return self.samples_per_prompt + self.greedy_baseline
 
 
-@dataclass
-class Counts:
-    """Number of prompts since the start, by outcome; `admitted`: all that were started."""
-
-    admitted: int = 0
-    delivered: int = 0
-    filtered: int = 0
-    stale: int = 0
-    """Groups that became too old; their prompts return to the queue."""
-    lost: int = 0
-    """Groups without a surviving sample, or without their greedy baseline."""
-
-    @property
-    def ended(self) -> int:
-        return self.delivered + self.filtered + self.stale + self.lost
-
-
 @dataclass(frozen=True)
 class _PromptToStart:
     row: tuple[int, int]
@@ -123,7 +106,6 @@ class DomainScheduler:
         left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
         self.name = domain.name
-        self.counts = Counts()
         self.epoch = 0
         self.owed = 0
         """Prompts to start as replacements for groups that were lost, filtered or stale."""
@@ -199,7 +181,6 @@ class DomainScheduler:
             batches_requested = prompt.batches_requested
         live = _Live(self._group_numbers(), prompt, batches_requested)
         self._running[live.number] = live
-        self.counts.admitted += 1
         self._recorder.domains[self.name].admitted += 1
         if prompt.group is not None:
             self._taken_up[prompt.group] = live.number
@@ -257,7 +238,6 @@ class DomainScheduler:
             self._finished[live.number] = live
 
     def _lose(self, cause: str) -> None:
-        self.counts.lost += 1
         self.owed += 1
         self._ends.append(cause)
         for last, most in ((self._failure_limit, 1.0), (LONG_WINDOW_FACTOR * self._failure_limit, MAX_LOST_FRACTION)):
@@ -269,7 +249,6 @@ class DomainScheduler:
 
     def _filter_out(self, chosen: GroupFilter, cause: LeftOut) -> None:
         self._ends.append(None)
-        self.counts.filtered += 1
         self._recorder.domains[self.name].filtered[cause.word] += 1
         if self._tries_left > 0:
             self._tries_left -= 1
@@ -304,7 +283,6 @@ class DomainScheduler:
             assert live.group is not None
             groups.append(live.group)
             self._enter(live, DELIVERED, None, live.group)
-        self.counts.delivered += len(groups)
         # Groups of later batches took some of the empty places; their own places need replacements.
         self.owed += max(0, self._given_up - (count - len(groups)))
         self._given_up = 0
@@ -326,7 +304,6 @@ class DomainScheduler:
                 if live.samples is not None:
                     live.samples.cancel()
             self._put_back.appendleft(_PromptToStart(live.row))
-            self.counts.stale += 1
             self.owed += 1
             cause = UNFINISHED if live.group is None else SURPLUS
             self._recorder.domains[self.name].stale_by_cause[cause] += 1

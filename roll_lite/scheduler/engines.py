@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, Protocol
@@ -195,3 +195,9 @@ class BatchedEngine(ABC):
             return None
         tokens = await self._joined(asked.request, rows)
         return reduce(joined, parts)._replace(finish_reason=FinishReason.ABORT, tokens=tokens)
+
+
+def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
+    """Return the engines on draining nodes, except one if no other engine serves. `nodes`: node of each serving engine."""
+    doomed = [engine for engine, node in nodes.items() if node in draining]
+    return doomed if len(doomed) < len(nodes) else doomed[1:]

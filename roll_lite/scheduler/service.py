@@ -57,7 +57,6 @@ class RolloutService:
         self._version = 0
         self._next_group = 0
         self._totals = RunTotals(self._domains)
-        self._ended_before = dict.fromkeys(self._domains, 0)
         self._recorder = Recorder(self._domains, self._time())
         self._retries = retries
         self._seeds = no_seeds if seed is None else seeds_from(seed)
@@ -175,11 +174,9 @@ class RolloutService:
 
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
         self._totals.add(stats)
-        admitted = {name: self._ended_before[name] + scheduler.counts.admitted for name, scheduler in self._schedulers.items()}
         for name, scheduler in self._schedulers.items():
             domain = stats.domains[name]
             domain.requested, domain.requested_share = quota[name], self._admission.plan.shares.get(name, 0.0)
-            domain.admitted_share = admitted[name] / max(1, sum(admitted.values()))
             domain.epoch = scheduler.epoch
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
@@ -274,7 +271,6 @@ class RolloutService:
         return {
             **self._admission.state_dict(),
             "next_group": self._next_group,
-            "ended": {name: self._ended_before[name] + scheduler.counts.ended for name, scheduler in self._schedulers.items()},
             **self._totals.state_dict(),
             "ledger": self._ledger_if_dropped("in flight at the checkpoint"),
             "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
@@ -296,7 +292,6 @@ class RolloutService:
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups = NONE_SAVED) -> None:
         self._next_group = state["next_group"]
         self._ledger = list(state["ledger"])
-        self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
         for name, domain in state["domains"].items():
             if name in self._schedulers:

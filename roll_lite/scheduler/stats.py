@@ -39,11 +39,8 @@ class DomainStats:
     batch_tokens: Annotated[int, "rollout/batch_tokens"] = 0
     generation_s: Annotated[float, "rollout/request_seconds", "requests"] = 0.0
     requested_share: Annotated[float, "rollout/share_requested"] = 0.0
-    admitted_share: Annotated[float, "rollout/share_admitted"] = 0.0
-    scored_share: Annotated[float, "rollout/share_scored"] = 0.0
     generated_share: Annotated[float, "rollout/share_generated"] = 0.0
     realised_share: Annotated[float, "rollout/share_realised"] = 0.0
-    sample_share: Annotated[float, "rollout/share_samples"] = 0.0
     token_share: Annotated[float, "rollout/share_tokens"] = 0.0
     epoch: Annotated[int, "rollout/epoch"] = 0
     reward_s: Annotated[float, "reward/seconds", "scored"] = 0.0
@@ -80,20 +77,14 @@ class RolloutStats:
     """Seconds from the last response to the last score."""
 
     @property
-    def tokens(self) -> int:
-        return sum(domain.prompt_tokens + domain.response_tokens for domain in self.domains.values())
-
-    @property
     def response_tokens(self) -> int:
         return sum(domain.response_tokens for domain in self.domains.values())
 
 
 class RunTotals:
     TOTALS: ClassVar = (
-        ("scored_samples", "scored", "scored_share"),
         ("generated_tokens", "response_tokens", "generated_share"),
         ("delivered", "delivered", "realised_share"),
-        ("delivered_samples", "accepted", "sample_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
     """One row per sum over the run: its name in checkpoints, the field of DomainStats that is added to it, and the field that receives the

@@ -13,7 +13,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import is_folder
 from roll_lite.simulator.calibration import calibrated
 from roll_lite.simulator.picture import draft_of, draw_engines
-from roll_lite.simulator.report import NOTES, advice, details, engines, table
+from roll_lite.simulator.report import NOTES, advice, details, engines, table_of_runs
 from roll_lite.simulator.scenario import Scenario, scenario_of
 from roll_lite.simulator.simulation import SimulatedRun, simulate
 
@@ -56,7 +56,7 @@ def answer(config: RunConfig, question: Question) -> int:
     outcome = simulate(chosen, spans=question.picture is not None)
     sys.stdout.write(f"{details(outcome)}\n\n")
     others = [] if not question.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
-    sys.stdout.write(f"{table([outcome, *others])}\n\n{NOTES}\n")
+    sys.stdout.write(f"{table_of_runs([outcome, *others])}\n\n{NOTES}\n")
     if question.compare and chosen.takes_turns:
         sys.stdout.write(f"\n{TAKES_TURNS}\n")
     if others:

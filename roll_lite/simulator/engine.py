@@ -109,7 +109,6 @@ class SimulatedEngine:
         self.version = 0
         self.dead: str | None = None
         self.hangs = False
-        self.busy_s = 0.0
         self.generated = 0
         self.prefilled = 0
         self.put_back = 0
@@ -213,7 +212,6 @@ class SimulatedEngine:
         running = len(self._running)
         if not running or self._frozen or elapsed <= 0:
             return
-        self.busy_s += elapsed
         prefilling = min(elapsed, self._prefill_s)
         self._prefill_s -= prefilling
         tokens = self.rates.tokens(elapsed - prefilling, running, self._cached)

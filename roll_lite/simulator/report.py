@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from roll_lite.config.arithmetic_tables import table
 from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.simulation import SimulatedRun
 
@@ -17,12 +18,8 @@ waits, trains   seconds of a step in which the trainer waits for its batch, and 
 staleness       versions between a sample's oldest token and the batch: mean / most"""
 
 
-def table(outcomes: Sequence[SimulatedRun]) -> str:
-    rows = [COLUMNS, *map(_cells, outcomes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    padded = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
-    lines = ["  ".join(cells) for cells in padded]
-    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+def table_of_runs(outcomes: Sequence[SimulatedRun]) -> str:
+    return table(COLUMNS, list(map(_cells, outcomes)), numbers=True)
 
 
 def _cells(outcome: SimulatedRun) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from roll_lite.data.samples import Sample, SampleGroup, SampleOutcome
 from roll_lite.scheduler.domain import DataExhausted
-from roll_lite.scheduler.elastic import leaving
+from roll_lite.scheduler.engines import leaving
 from roll_lite.scheduler.filters import filter_of
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService

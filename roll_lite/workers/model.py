@@ -24,7 +24,7 @@ from roll_lite.data.ragged import from_numpy
 from roll_lite.data.supervised import append_supervised
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.place import Place
-from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import ModelSpec, RankLayout, StateCopy, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.build import build_model
 from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.files import FileRecord, StoreUnreachable, download, keep_only, reaching, record, upload
@@ -122,14 +122,12 @@ class ModelWorker(Worker):
         return self.strategy.layout
 
     def load(self, groups: Sequence[StateGroup]) -> None:
-        with self.phases.explained("load"):
-            self.strategy.load(groups)
+        with self.phases.of("load") as work:
+            work.moved.update(self.strategy.load(groups))
 
     def offload(self, groups: Sequence[StateGroup]) -> None:
-        self.strategy.offload(groups)
-
-    def take_moved(self) -> Moved:
-        return self.strategy.take_moved()
+        with self.phases.of("offload") as work:
+            work.moved.update(self.strategy.offload(groups))
 
     def trace(self, folder: Path | None) -> str:
         return RECORDER.trace(folder and folder / f"{self.role}-{self.rank}.json.gz")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +46,9 @@ class PhaseWork:
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
     """Maximum bytes over the phase's runs: GPU memory allocated and reserved by torch, and host memory at the end ("resident")."""
+
+    moved: Counter[str] = field(default_factory=Counter)
+    """Bytes that loads and offloads moved between device and host: "freed", "out" (to the host), "in"."""
 
     @property
     def peak_tflops(self) -> float | None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import ray
 
+from roll_lite.config.arithmetic import extra_token_columns
 from roll_lite.config.checks.scoring_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig, rewards_turns
-from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
+from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, DomainConfig, RewardConfig, SamplingConfig, rewards_turns
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput, SampleGroup, Sampling
@@ -26,7 +27,6 @@ from roll_lite.distributed.failures import MemberLost
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy
 from roll_lite.distributed.place import ActorMember
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
-from roll_lite.models.model_files import zero_embeddings
 from roll_lite.rewards.base import CANNED_RESPONSE, RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import filter_of
@@ -60,26 +60,9 @@ NOBODY: Mapping[int, str] = {}
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    model: ModelConfig
-    domains: dict[str, DomainConfig]
-    rollout: RolloutConfig
-    seed: int
-    deterministic: bool
-    engine_slots: int | None = None
-    """Maximum running requests per engine; None: unlimited."""
+    config: RunConfig
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
-    greedy_baseline: bool = False
-    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    steps: int | None = None
-    """Number of steps, beyond which nothing is generated."""
-    engines_rest: bool = False
-    engines_restart: bool = False
-    engine_silence_s: float | None = None
-    """Timeout in seconds of an engine's heartbeat; None: unlimited."""
-    trained_embeddings: dict[str, Path] = field(default_factory=dict)
-    """Models whose token embeddings are trained: YAML key -> path. A note warns of prompt tokens with zero embeddings."""
-    columns: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     """Node ids for reward and environment workers; empty: any."""
 
@@ -142,9 +125,10 @@ class RolloutWorker(AsyncWorker):
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
         ActorMember.nodes = spec.nodes
-        self._spec = spec
-        self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
-        self._per_turn = {name: domain.reward.weight for name, domain in spec.domains.items() if rewards_turns(domain)}
+        self._spec, self._config = spec, spec.config
+        self._columns = extra_token_columns(spec.config)
+        self._temperatures = {name: domain.sampling.temperature for name, domain in spec.config.domains.items()}
+        self._per_turn = {name: domain.reward.weight for name, domain in spec.config.domains.items() if rewards_turns(domain)}
         self._pools: dict[str, RewardPool | RewardModelClient | EpisodeRewards] = {}
         self._environments: dict[str, EnvironmentPool] = {}
         self._reward_models: dict[str, RewardModelPool] = {}
@@ -156,13 +140,13 @@ class RolloutWorker(AsyncWorker):
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
         """Read the data, start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
-        models = self._spec.reward_models
+        models = self._config.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
-        self._pools = {name: self._pool(name, domain, judges) for name, domain in self._spec.domains.items()}
-        path = self._spec.model.path
+        self._pools = {name: self._pool(name, domain, judges) for name, domain in self._config.domains.items()}
+        path = self._config.model.path
         self._environments = {
-            name: EnvironmentPool(name, domain, path, limited=not self._spec.deterministic)
-            for name, domain in self._spec.domains.items()
+            name: EnvironmentPool(name, domain, path, limited=not self._config.deterministic)
+            for name, domain in self._config.domains.items()
             if domain.environment is not None
         }
         starting = asyncio.gather(*(pool.start() for pool in (*self._pools.values(), *self._environments.values())))
@@ -175,10 +159,11 @@ class RolloutWorker(AsyncWorker):
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
         """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: reasons for missing engines, by number, until
         `engine_restarted` adds them."""
-        spec = self._spec
+        config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
-        rollout, limits = spec.rollout, (spec.engine_slots, spec.rollout.max_tokens_per_engine)
-        router = self._router = Router(clients, rollout.request_timeout_s, spec.deterministic, *limits, spec.engines_restart)
+        rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
+        limits = config.actor_infer.strategy.max_running_requests, rollout.max_tokens_per_engine
+        router = self._router = Router(clients, rollout.request_timeout_s, config.deterministic, *limits, engines_restart)
 
         def lost(seat: EngineSeat, cause: str) -> None:
             seat.engine.fail(cause)
@@ -189,7 +174,7 @@ class RolloutWorker(AsyncWorker):
             router.engine_lost(seat.name, cause)
 
         # The fleet only watches: the driver restarts engines, and reports when none is left.
-        policy = Policy(start_timeout_s=None, restarts=None if spec.engines_restart else 0, attempts=1)
+        policy = Policy(start_timeout_s=None, restarts=None if engines_restart else 0, attempts=1)
         seats = [EngineSeat(client, number in absent) for number, client in enumerate(clients)]
         self._engines = Fleet("actor_infer", seats, policy, lost=lost, down=self.tell_end)
         self._engines.tend()
@@ -199,10 +184,10 @@ class RolloutWorker(AsyncWorker):
             self._domains,
             router,
             rollout.retries,
-            seed=spec.seed if spec.deterministic else None,
-            pacing=pacing_of(rollout, spec.engines_rest),
-            batches=spec.steps,
-            keep_left_out=spec.dumps is not None,
+            seed=config.seed if config.deterministic else None,
+            pacing=pacing_of(rollout, config.actor_infer.offload),
+            batches=config.steps,
+            keep_left_out=self._spec.dumps is not None,
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
@@ -225,7 +210,7 @@ class RolloutWorker(AsyncWorker):
 
         trials = list[Trial]()
         for domain in self._domains:
-            path, reward = f"domains.{domain.name}.reward", self._spec.domains[domain.name].reward
+            path, reward = f"domains.{domain.name}.reward", self._config.domains[domain.name].reward
             prompts = first_prompts(domain)
             if not waits(reward):
                 trials.append(Trial(domain.name, path, reward.retries, prompts, self._pools[domain.name]))
@@ -246,36 +231,34 @@ class RolloutWorker(AsyncWorker):
         return RewardModelClient(name, reward, self._reward_models[reward.args["model"]])
 
     def _load_domains(self) -> list[Domain]:
-        tokenizer = load_tokenizer(self._spec.model.path)
-        return [self._load_domain(name, config, tokenizer) for name, config in self._spec.domains.items()]
+        tokenizer = load_tokenizer(self._config.model.path)
+        return [self._load_domain(name, config, tokenizer) for name, config in self._config.domains.items()]
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         given: list[Split] = [split for split in ("train", "validation") if getattr(config.data, split) is not None]
         loaded = {split: self._load_prompts(name, config, split, tokenizer) for split in given}
         prompts = loaded[given[0]]  # held-out ones, if nothing trains
-        for setting, path in self._spec.trained_embeddings.items():
-            self._data_notes += zero_embeddings(setting, path, prompts.distinct_ids(), f"prompts of domain {name} contain them", tokenizer)
-        files, seed = config.data.train, self._spec.seed
+        files, seed = config.data.train, self._config.seed
         shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(
             name=name,
             prompts=prompts,
             order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
-            sampling=sampling_of(config.sampling, self._spec.rollout.keep_mask),
-            samples_per_prompt=config.samples_per_prompt or self._spec.rollout.samples_per_prompt,
+            sampling=sampling_of(config.sampling, self._config.rollout.keep_mask),
+            samples_per_prompt=config.samples_per_prompt or self._config.rollout.samples_per_prompt,
             share=config.share,
             rewards=self._pools[name],
             reward_retries=config.reward.retries,
             validation=loaded.get("validation"),
-            greedy_baseline=self._spec.greedy_baseline,
-            filter=filter_of(self._spec.rollout.filter),
+            greedy_baseline=self._config.algorithm.advantage.name == "remax",
+            filter=filter_of(self._config.rollout.filter),
             epochs=config.data.epochs,
             least=config.min_prompts,
             episode=self._environments[name].play if name in self._environments else one_response,
         )
 
     def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
-        prompts = load_prompts(name, config, split, tokenizer, self._spec.domains)
+        prompts = load_prompts(name, config, split, tokenizer, self._config.domains)
         if prompts.left_out:
             self._data_notes.append(f"domains.{name}.data.{split}: {prompts.counts()}")
         return prompts
@@ -295,7 +278,7 @@ class RolloutWorker(AsyncWorker):
         writing = self._samples_file("step", step, result.groups)
         if self._spec.dumps is not None:
             everyone = sorted([*result.groups, *result.left_out], key=lambda group: group.group)
-            facts = (self._spec.columns, _clock_offset(), self._per_turn)
+            facts = (self._columns, _clock_offset(), self._per_turn)
             writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, *facts))
         await self._write(writing)
         pools: dict[str, Mapping[str, Any]] = {"reward": self._pools, "environment": self._environments}
@@ -314,10 +297,10 @@ class RolloutWorker(AsyncWorker):
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
 
     def _tokens_of(self, groups: Sequence[SampleGroup]) -> Block:
-        return tokens_of(groups, self._spec.columns)
+        return tokens_of(groups, self._columns)
 
     def _client(self, number: int, engine: Any) -> RemoteEngine:
-        return RemoteEngine(f"actor_infer[{number}]", engine, self._spec.deterministic, self._spec.engine_silence_s)
+        return RemoteEngine(f"actor_infer[{number}]", engine, self._config.deterministic, self._config.limits.engine_silence or None)
 
     async def lost_engines(self) -> dict[int, str]:
         return self._engines.lost
@@ -350,7 +333,7 @@ class RolloutWorker(AsyncWorker):
         """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
-        columns = reported_columns(result.groups, self._spec.domains)
+        columns = reported_columns(result.groups, self._config.domains)
         await self._write(self._samples_file("validation", step, result.groups, columns))
         if self._writing is not None:
             await self._writing  # trackers read the file next
@@ -391,11 +374,11 @@ class RolloutWorker(AsyncWorker):
     async def unfinished(self, state: dict[str, Any]) -> bytes:
         """Return the checkpoint file of samples unfinished in `state`; b"" if none."""
         found = self._service.unfinished(state)
-        return await asyncio.to_thread(to_file, found, self._spec.columns, stored_blocks)
+        return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
         """Restore a state, with samples of the file `unfinished`; return the number of samples that continue."""
-        saved = from_file(unfinished, self._spec.columns, ray.put) if unfinished else {}
+        saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))
 

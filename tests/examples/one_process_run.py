@@ -134,7 +134,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     files.keep_start(models)
     generator = torch.Generator().manual_seed(3)
     source: Any = SimpleNamespace(judge_roles=(), loaded=lambda *_: nullcontext(), sync=lambda version: None)
-    pipeline: Any = RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), files, supervised_rows(config)[0])
+    pipeline: Any = RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), files, supervised_rows(config))
     pipeline.generate = lambda: rollouts(actor.ranks.worker, config, generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:
         with journal.step(pipeline.steps_done + 1):

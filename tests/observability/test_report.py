@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pydantic_core import PydanticSerializationError
 from support_view import make_run
 
 from roll_lite.observability.health import Finding
@@ -73,7 +74,7 @@ def test_a_later_summary_replaces_the_first_and_numbers_json_lacks_are_null(tmp_
 def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
     good = {"accuracy": {}, "validation": {}, "steps": 1, "wall_s": {"total": 1.0}, "tokens": {}}
     write_summary(tmp_path, **good, exit_state="completed")
-    with pytest.raises(TypeError):
+    with pytest.raises(PydanticSerializationError):
         write_summary(tmp_path, **(good | {"tokens": {"a": object()}}), exit_state="completed")
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
 

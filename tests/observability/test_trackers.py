@@ -12,8 +12,7 @@ import pytest
 from roll_lite.config.checks import across as check_trackers
 from roll_lite.config.schema.run import TrackerConfig
 from roll_lite.observability.trackers import (
-    LOCAL,
-    SERVICES,
+    TRACKERS,
     HistoryTracker,
     JsonlTracker,
     TrackedRun,
@@ -251,4 +250,4 @@ def test_secrets_are_not_shown() -> None:
 
 
 def test_the_configurations_checks_know_the_same_trackers() -> None:
-    assert tuple(LOCAL) == check_trackers.LOCAL and list(SERVICES) == list(check_trackers.SERVICES)
+    assert list(TRACKERS) == [*check_trackers.LOCAL, *check_trackers.SERVICES]

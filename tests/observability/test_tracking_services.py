@@ -17,7 +17,7 @@ import pytest
 
 from roll_lite.config.schema.run import TrackerConfig
 from roll_lite.observability.timers import Span
-from roll_lite.observability.trackers import TrackedRun, Tracker, build_trackers, tracker_ids
+from roll_lite.observability.trackers import TrackedRun, Tracker, Trackers, build_trackers, tracker_ids
 
 SETTINGS = {"seed": 1, "model": {"path": "/models/a"}, "domains": {"add": {"share": 2}}}
 SAMPLES = [
@@ -60,8 +60,9 @@ def twice(config: TrackerConfig, tmp_path: Path, end_of_process: Callable[[], No
         tracker.log(2 + number, {"validation/accuracy": 0.5})
         tracker.samples(2 + number, "validation", SAMPLES)
         tracker.picture(picture)
-        tracker.close("failed: something" if number else "interrupted")
-        tracker.close()
+        whole = Trackers([tracker])
+        whole.close("failed: something" if number else "interrupted")
+        whole.close()
         end_of_process()
         yield tracker
 

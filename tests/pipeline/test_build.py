@@ -8,16 +8,13 @@ from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
-from support_models import make_tiny_model
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import OptimizerConfig
-from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.placement import Device, Slot
 from roll_lite.hub import HubPath
 from roll_lite.pipeline import build
-from roll_lite.pipeline.build import QUIET, Starter, quiet_environment, trained_embeddings
+from roll_lite.pipeline.build import QUIET, Starter, quiet_environment
 from roll_lite.pipeline.sources import LiveRollouts
 from roll_lite.workers.judge import JudgeAddress
 from roll_lite.workers.model import ModelRole
@@ -146,24 +143,6 @@ def test_the_critics_optimizer_and_its_number_of_updates_are_its_own(monkeypatch
     assert critic.optimizer == OptimizerConfig() and critic.total_updates == 12
 
 
-def test_zero_embeddings_of_tokens_in_supervised_rows_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    path, rows = make_tiny_model(tmp_path), tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "7"}\n{"text": "8"}\n')
-    tokenizer = load_tokenizer(path)
-    (seven,), (eight,), (nine,) = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in "789")
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][[eight, nine]] = 0.0
-    save_file(weights, path / "model.safetensors")
-    ptx = f"algorithm.ptx={{data: {{train: {rows}, prompt: text, answer: null}}, coef: 0.1, samples: 1, max_tokens: 64}}"
-    config = load_config("tiny_grpo", ROOT / "examples/configs", [ptx, f"model.path={path}"])
-    found, (told,) = build.supervised_rows(config)
-    assert found is not None and {seven, eight} <= found.distinct_ids() and nine not in found.distinct_ids()
-    assert f"the embeddings of tokens {eight} ('8') are all zeros, and rows of algorithm.ptx contain them" in told
-    adapted = load_config("tiny_grpo", ROOT / "examples/configs", [ptx, f"model.path={path}", "actor_train.lora={rank: 4}"])
-    assert build.supervised_rows(adapted)[1] == [], "adapters train no embedding"
-
-
 def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> None:
     begun: list[str] = []
 
@@ -182,25 +161,9 @@ def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> No
 
     engines = ranks("engines")
     engines.replicas, engines.offloads = ranks("engines"), False
-    models = SimpleNamespace(resident=[ranks("reward model")], actors={})
+    models = {"stays": ranks("reward model"), "leaves": ranks("other")}
     live: Any = SimpleNamespace(rollouts=ranks("rollouts"), reward_models=models, judges={"main": ranks("judge")}, engines=engines)
     live.restarts = SimpleNamespace(absent={})
     live.prepare_service = MethodType(LiveRollouts.prepare_service, live)
-    build.starting(live)
+    build.starting(live, ["leaves"])
     assert begun == ["rollouts prepare", "rollouts initialize", "reward model initialize", "judge initialize", "engines starts"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ([], {"model.path"}),
-        (["critic.path=examples/models/tiny"], {"model.path", "critic.path"}),
-        (["critic.path=examples/models/tiny", "actor_train.lora={}"], {"critic.path"}),
-        (["actor_train.lora={}"], {"model.path"}),
-        (["mode=rollout_only"], set()),
-    ],
-)
-def test_embeddings_are_trained_by_whole_models(settings: list[str], expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    config = load_config("tiny_ppo", ROOT / "examples/configs", settings, files=False)
-    assert set(trained_embeddings(config)) == expected

@@ -101,15 +101,6 @@ def test_where_there_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "says"), [(1, "ended before its first checkpoint was complete"), (0, "start it anew with checkpoint.every set")]
-)
-def test_a_run_without_a_checkpoint_says_why(tmp_path: Path, every: int, says: str) -> None:
-    (tmp_path / "config.yaml").write_text(f"checkpoint: {{every: {every}, resume: null}}")
-    with pytest.raises(ValueError, match=says):
-        resumption(tmp_path)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("actor_train/weights", None, "actor_train/weights is missing"),

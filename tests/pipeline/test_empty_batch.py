@@ -24,16 +24,15 @@ RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.
 def mixed() -> DomainStats:
     """Every number another one."""
     counts = {"requested": 2, "admitted": 3, "scored": 5, "response_tokens": 11, "batch_tokens": 13}
-    before = {"requested_share": 0.1, "admitted_share": 0.2, "scored_share": 0.3, "generated_share": 0.4}
-    after = {"realised_share": 0.5, "sample_share": 0.6, "token_share": 0.7}
+    before = {"requested_share": 0.1, "generated_share": 0.4}
+    after = {"realised_share": 0.5, "token_share": 0.7}
     return DomainStats(stale_by_cause=Counter(unfinished=17, surplus=19), **counts, **before, **after)
 
 
 MIXED = (
     {"requested": 2, "admitted": 3, "scored_samples": 5, "response_tokens": 11, "batch_tokens": 13}
     | {"stale_groups": 36, "stale_unfinished": 17, "stale_surplus": 19}
-    | {"share_requested": 0.1, "share_admitted": 0.2, "share_scored": 0.3, "share_generated": 0.4}
-    | {"share_realised": 0.5, "share_samples": 0.6, "share_tokens": 0.7}
+    | {"share_requested": 0.1, "share_generated": 0.4, "share_realised": 0.5, "share_tokens": 0.7}
 )
 
 

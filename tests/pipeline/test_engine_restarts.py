@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from rollout_cases import engines, rollouts, spec_of, toy_model
+from rollout_cases import changed, engines, role_of, rollouts, spec_of, toy_model
 from support_scripted import ScriptedWorker, scripted_spec
 
 from roll_lite.config.schema.models import InferRoleConfig, ModelConfig
@@ -26,8 +26,7 @@ from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.pipeline import engine_restarts
 from roll_lite.pipeline.clusters import Engines
-from roll_lite.pipeline.engine_restarts import EngineRestarts
-from roll_lite.pipeline.joining_engines import JoiningEngines
+from roll_lite.pipeline.engine_restarts import EngineRestarts, JoiningEngines
 from roll_lite.pipeline.nodes import View
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
@@ -135,7 +134,7 @@ def house(
     record = Record()
     with (
         engines(model, count, worker) as infer,
-        rollouts(replace(spec_of(model, folder), engines_restart=restarts > 0), infer) as service,
+        rollouts(changed(spec_of(model, folder), actor_infer=role_of(restarts)), infer) as service,
     ):
         returning = EngineRestarts(Engines(infer, InferRoleConfig(offload=offload)), service, restarts, record)  # type: ignore[arg-type]
         returning.begin()
@@ -266,7 +265,7 @@ def test_an_engine_joins_when_devices_are_free_and_leaves_a_drained_node(
     spec, record = ClusterSpec("actor_infer", [*anywhere(1), placement.later_slot(1)], initial_ranks=1), Record()
     infer = start_cluster(spec, ScriptedWorker, scripted_spec(model, max_model_len=128))
     infer.all(InferWorker.initialize)
-    rollout = replace(spec_of(model, tmp_path), deterministic=False, engines_restart=True)
+    rollout = changed(spec_of(model, tmp_path), deterministic=False, actor_infer=role_of(restarts=1))
     service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, rollout)
     joining = JoiningEngines(spec.slots, lambda: placement.later_slot(1), View(None, {}), [])
     restarts = EngineRestarts(Engines(infer, InferRoleConfig()), service, 1, record, joining, follows_drains=True)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.pipeline import joining_engines as module
+from roll_lite.pipeline import nodes as module
 from roll_lite.pipeline.node_facts import installed
 from roll_lite.pipeline.nodes import Reader, View
 

@@ -19,7 +19,7 @@ from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Score, Transcript
-from roll_lite.distributed.strategy.base import Moved, TrainResult
+from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.observability.timers import Span
 from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
@@ -84,18 +84,16 @@ def test_signs_of_a_run_that_learns_nothing_are_on_the_console_and_in_the_summar
 
 
 def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> None:
-    slow, fast = Moved(30_000_000, 20_000_000, 5_000_000, 0.5, 0.25), Moved(30_000_000, 20_000_000, 5_000_000, 0.125, 0.0625)
+    def moved(seconds: float, size: int) -> dict[str, PhaseWork]:
+        load = PhaseWork(None, seconds / 2, moved=Counter({"in": size // 6}))
+        return {"load": load, "offload": PhaseWork(None, seconds, moved=Counter({"freed": size, "out": size // 3 * 2}))}
+
     with journal.step(1):
-        journal.moved({"reference": [Moved()], "actor_train": [slow, fast]})
+        journal.worked({"reference": [moved(0.1, 0)], "actor_train": [moved(0.5, 30_000_000), moved(0.125, 30_000_000)]})
     (record,) = records(tmp_path)
     own = {name.removeprefix("offload/"): value for name, value in record.items() if name.endswith("/actor_train")}
-    assert own == {
-        "freed_megabytes/actor_train": 60,
-        "out_megabytes/actor_train": 40,
-        "in_megabytes/actor_train": 10,
-        "out_seconds/actor_train": 0.5,
-        "in_seconds/actor_train": 0.25,
-    }
+    assert own == {"freed_megabytes/actor_train": 60, "out_megabytes/actor_train": 40, "in_megabytes/actor_train": 10}
+    assert record["ranks/slowest_seconds/actor_train/offload"] == 0.5 and record["ranks/slowest_seconds/actor_train/load"] == 0.25
     assert record["offload/freed_megabytes/reference"] == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from roll_lite.pipeline import node_facts as module
-from roll_lite.pipeline.node_facts import NodeFacts, Scout, compare_nodes, differences, look_at, table, warnings
+from roll_lite.pipeline.node_facts import NodeFacts, Scout, compare_nodes, differences, look_at, node_table, warnings
 
 SAME = {"python": "3.11", "torch": "2.11.0", "ray": "2.50"}
 ROLES = {"a": {"actor_train"}, "b": {"actor_infer"}, "c": {"actor_infer"}}
@@ -25,9 +25,10 @@ def facts(**changes: Any) -> NodeFacts:
 def test_equal_nodes_start_and_are_shown() -> None:
     nodes = {"a": facts(), "b": facts(clock_s=0.25), "c": facts()}
     assert not list(differences(nodes, ROLES)) and not list(warnings(nodes))
-    assert table(nodes, COLUMN).splitlines() == [
+    assert node_table(nodes, COLUMN).splitlines() == [
         "3 nodes, all with python 3.11, torch 2.11.0, ray 2.50:",
         "node  roles        memory free  disk free  clock",
+        "-" * 49,
         "a     actor_train  12 GiB       100 GiB    +0.0 s",
         "b     actor_infer  12 GiB       100 GiB    +0.2 s",
         "c     actor_infer  12 GiB       100 GiB    +0.0 s",
@@ -38,7 +39,7 @@ def test_another_version_is_named_by_node() -> None:
     nodes = {"a": facts(), "b": facts(), "c": facts(versions=SAME | {"torch": "2.10.0"})}
     (problem,) = differences(nodes, ROLES)
     assert problem == "versions of torch differ: 2.11.0 on a, 2.11.0 on b, 2.10.0 on c. Install the same on all nodes"
-    assert table(nodes, COLUMN).splitlines()[1].split() == ["node", "roles", "torch", "memory", "free", "disk", "free", "clock"]
+    assert node_table(nodes, COLUMN).splitlines()[1].split() == ["node", "roles", "torch", "memory", "free", "disk", "free", "clock"]
 
 
 def test_an_engines_package_is_compared_where_engines_are() -> None:

@@ -1,4 +1,4 @@
-"""What a resumed run may change: the effect of each setting, the message, and the page that shows the table."""
+"""What a resumed run may change: what is refused, what samples under way outlive, the message, and the page that shows the tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 
 from roll_lite.config.validation import sections
-from roll_lite.pipeline.resumed_settings import TABLE, Effect, changes, described, refused
+from roll_lite.pipeline.resumed_settings import (
+    FIXED,
+    HARMLESS,
+    MOST_CHANGES,
+    OF_ENGINES,
+    OF_SAMPLES,
+    changes,
+    described,
+    refused,
+    samples_continue,
+)
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 
@@ -20,30 +30,31 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "effect"),
+    ("path", "fixed", "samples_go_on"),
     [
-        ("mode", Effect.REFUSED),
-        ("actor_train.lora.rank", Effect.REFUSED),
-        ("actor_train.lora.engines", Effect.NOT_TRAINING),
-        ("domains.math.data.train", Effect.SAME_COUNT),
-        ("domains.math.data.filter.difficulty", Effect.SAME_COUNT),
-        ("domains.math.data.weight", Effect.NEXT_STEP),
-        ("domains.math.share", Effect.COUNTED_ANEW),
-        ("critic.strategy.tensor_parallel", Effect.NOT_TRAINING),
-        ("reward_models.taste.devices", Effect.NOT_TRAINING),
-        ("reward_models.taste.max_length", Effect.NEXT_STEP),
-        ("actor_infer.strategy.quantization", Effect.NEXT_STEP),
-        ("actor_infer.strategy.tensor_parallel", Effect.NOT_TRAINING),
-        ("model.path", Effect.START_ONLY),
-        ("algorithm.policy_loss.clip_low", Effect.NEXT_STEP),
-        ("actor_train.optimizer.lr", Effect.NEXT_STEP),
-        ("rollout.restarts", Effect.NOT_TRAINING),
-        ("rollout.supply", Effect.NEXT_STEP),
+        ("mode", True, True),
+        ("actor_train.lora.rank", True, True),
+        ("actor_train.lora.engines", False, True),
+        ("domains.math.data.train", False, False),
+        ("domains.math.data.filter.difficulty", False, False),
+        ("domains.math.data.weight", False, False),
+        ("domains.math.share", False, True),
+        ("critic.strategy.tensor_parallel", False, True),
+        ("reward_models.taste.devices", False, True),
+        ("reward_models.taste.max_length", False, False),
+        ("actor_infer.strategy.quantization", False, False),
+        ("actor_infer.strategy.tensor_parallel", False, True),
+        ("model.path", False, False),
+        ("algorithm.policy_loss.clip_low", False, True),
+        ("actor_train.optimizer.lr", False, True),
+        ("rollout.restarts", False, True),
+        ("rollout.supply", False, False),
     ],
 )
-def test_the_effect_of_a_changed_setting(path: str, effect: Effect) -> None:
-    (change,) = changes(nested(path, 1), nested(path, 2))
-    assert (change.path, change.effect) == (path, effect)
+def test_the_effect_of_a_changed_setting(path: str, fixed: bool, samples_go_on: bool) -> None:
+    before, now = nested(path, 1), nested(path, 2)
+    assert [str(change) for change in refused(before, now, is_trained=True)] == ([f"{path}: 1 -> 2"] if fixed else [])
+    assert samples_continue(before, now) == samples_go_on
 
 
 def test_every_entry_names_a_setting() -> None:
@@ -52,7 +63,7 @@ def test_every_entry_names_a_setting() -> None:
         for path, section in sections()
         for end in [(), *((name,) for name in section.model_fields)]
     ]
-    for entry in (entry for entries in TABLE.values() for entry in entries):
+    for entry in (*FIXED, *OF_SAMPLES, *OF_ENGINES, *HARMLESS):
         assert any(name == entry or fnmatch(name, entry) for name in names), entry
 
 
@@ -78,20 +89,24 @@ def test_adapters_are_refused_only_where_they_train() -> None:
     assert refused({}, {"mode": "full", **with_lora}, is_trained=True) == [], "a checkpoint of an earlier version"
 
 
-def test_one_message_lists_all_by_effect() -> None:
+def test_one_message_lists_all() -> None:
     was = {"seed": 1, "steps": 10, "limits": {"train": 1.0}, "trackers": [{"api_key": "s3cret"}], "run_dir": "a"}
     now = {"seed": 1, "steps": 20, "limits": {"train": 2.0}, "trackers": [{"api_key": "other"}], "run_dir": "b"}
     told = described(was, now)
     trackers = 'trackers: [{"api_key": "***"}] -> [{"api_key": "***"}]'
-    assert told.splitlines()[1:] == [
-        f"  {Effect.NEXT_STEP.value}: steps: 10 -> 20",
-        f"  {Effect.NOT_TRAINING.value}: limits.train: 1.0 -> 2.0; {trackers}",
-    ]
+    assert told.splitlines()[1:] == ["  steps: 10 -> 20", "  limits.train: 1.0 -> 2.0", f"  {trackers}"]
     assert described(was, {**was, "experiment": "another"}) == "every setting is as it was"
+    many = {f"setting_{number}": 1 for number in range(MOST_CHANGES + 3)}
+    assert described({}, many).splitlines()[-1] == "  and 3 more"
 
 
-def test_the_page_shows_the_table() -> None:
-    lines = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    for effect in Effect:
-        (line,) = [line for line in lines if line.startswith(f"| {effect.value} |")]
-        assert line.split("`")[1::2] == list(TABLE[effect])
+def test_the_page_shows_the_tables() -> None:
+    page = DOCS.read_text(encoding="utf-8").splitlines()
+    rows = {
+        "may not be made": FIXED,
+        "holds from the next step, and leaves samples under way as they are": [one for one in HARMLESS if one != "domains.*.share"],
+        "holds from the next step, and starts samples under way again": [*OF_ENGINES, *OF_SAMPLES],
+    }
+    for effect, entries in rows.items():
+        (line,) = [line for line in page if line.startswith(f"| {effect} |")]
+        assert line.split("`")[1::2] == list(entries)

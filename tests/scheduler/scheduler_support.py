@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll_lite.scheduler.domain import Domain, DomainScheduler, PromptSource
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
+from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.scheduler.supply import Pacing
 
 
@@ -104,12 +106,51 @@ def make_service(
     clients = [LocalEngine(f"engine {i}", engine, frozen_admission=deterministic) for i, engine in enumerate(engines)]
     router = Router(clients, timeout_s, deterministic, engine_slots, engine_tokens)
     pacing = Pacing(**{key: how.pop(key) for key in ("supply", "on_sync", "oversample", "engines_rest") if key in how})
-    return RolloutService(domains, router, retries, seed, pacing=pacing, **how), router, engines
+    service = RolloutService(domains, router, retries, seed, pacing=pacing, **how)
+    keep_stats(service)
+    return service, router, engines
 
 
 def schedulers_of(service: RolloutService) -> dict[str, DomainScheduler]:
-    """By domain: what a test counts in."""
     return service._schedulers
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Number of prompts since the start, by outcome; `admitted`: all that were started."""
+
+    admitted: int
+    delivered: int
+    filtered: int
+    stale: int
+    lost: int
+
+    @property
+    def ended(self) -> int:
+        return self.delivered + self.filtered + self.stale + self.lost
+
+
+def keep_stats(service: Any) -> None:
+    """Keep the statistics of all batches, for `counts_of`."""
+    past, finish = [], service._recorder.finish
+
+    def kept(*when: Any) -> RolloutStats:
+        past.append(finish(*when))
+        return past[-1]
+
+    service._recorder.finish, service.past_stats = kept, past
+
+
+def counts_of(service: Any, domain: str) -> Counts:
+    stats = [*(one.domains[domain] for one in service.past_stats), service._recorder.domains[domain]]
+    filtered, stale = sum(one.filtered.total() for one in stats), sum(one.stale_by_cause.total() for one in stats)
+    return Counts(
+        sum(one.admitted for one in stats), sum(one.delivered for one in stats), filtered, stale, sum(one.lost_groups for one in stats)
+    )
+
+
+def all_counts(service: Any) -> list[Counts]:
+    return [counts_of(service, name) for name in schedulers_of(service)]
 
 
 def prompt_of(request: GenerationRequest) -> tuple[int, int]:

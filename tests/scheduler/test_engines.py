@@ -7,7 +7,7 @@ import pytest
 from support_local_engine import ask
 
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
-from roll_lite.scheduler.engines import BatchedEngine, Collected, EngineLost
+from roll_lite.scheduler.engines import BatchedEngine, Collected, EngineLost, leaving
 
 
 def request(name: str) -> GenerationRequest:
@@ -85,3 +85,17 @@ async def test_where_what_was_handed_out_is_gone_too_the_loss_says_so() -> None:
 async def test_a_mistake_in_what_was_handed_out_is_not_taken_for_a_loss() -> None:
     with pytest.raises(ValueError, match="no such column"):
         await ask(LosesParts(ValueError("no such column")), request("r"))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "draining", "leave"),
+    [
+        ({0: "a", 1: "b"}, {"b"}, [1]),
+        ({0: "a", 1: "b", 2: "b"}, {"b", "c"}, [1, 2]),
+        ({0: "a", 1: "a"}, {"a"}, [1]),  # one stays until another serves
+        ({1: "a"}, {"a"}, []),
+        ({0: "a"}, set(), []),
+    ],
+)
+def test_engines_leave_draining_nodes_unless_nobody_else_serves(nodes: dict[int, str], draining: set[str], leave: list[int]) -> None:
+    assert leaving(nodes, draining) == leave

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_support import Prompts, TimedReward, attempt_of, make_domain, make_service, prompt_of, schedulers_of, tokens_of
+from scheduler_support import Prompts, TimedReward, attempt_of, counts_of, make_domain, make_service, prompt_of, tokens_of
 from support_scripted import Response, Script
 
 from roll_lite.data.samples import GenerationRequest, RewardInput, Sample, SampleGroup, SampleOutcome, Sampling
@@ -248,7 +248,7 @@ def test_every_prompt_ends_once_and_every_delivered_group_has_its_baseline(
             service.close()
             return
         assert max(delivered.values()) == 1
-        counts = schedulers_of(service)["a"].counts
+        counts = counts_of(service, "a")
         assert counts.admitted == sum(delivered.values()) + lost
         assert counts.lost == lost
         assert all(load.tokens == pytest.approx(0) and load.requests == 0 for load in router.engines)

@@ -15,7 +15,7 @@ from roll_lite.scheduler.supply import Synchronous
 from roll_lite.simulator.clock import run_virtual
 
 COUNTS = ("requested", "admitted", "scored", "response_tokens", "delivered", "accepted", "batch_tokens")
-SHARES = ("requested_share", "admitted_share", "scored_share", "generated_share", "realised_share", "sample_share", "token_share")
+SHARES = ("requested_share", "generated_share", "realised_share", "token_share")
 
 
 def first_two_left_out() -> GroupFilter:
@@ -57,9 +57,9 @@ def test_the_mix_is_told_of_each_batch_and_over_the_run_also_of_one_that_is_resu
     assert of(first, COUNTS) == [(2, 2), (4, 2), (8, 8), (80, 40), (2, 2), (4, 8), (40, 40)]
     assert of(second, COUNTS) == of(third, COUNTS) == [(2, 2), (2, 2), (4, 8), (40, 40), (2, 2), (4, 8), (40, 40)]
     half = (1 / 2, 1 / 2)
-    assert of(first, SHARES) == [half, (4 / 6, 2 / 6), (8 / 16, 8 / 16), (80 / 120, 40 / 120), half, (4 / 12, 8 / 12), half]
-    assert of(second, SHARES) == [half, (6 / 10, 4 / 10), (12 / 28, 16 / 28), (120 / 200, 80 / 200), half, (8 / 24, 16 / 24), half]
-    assert of(third, SHARES) == [half, (8 / 14, 6 / 14), (16 / 40, 24 / 40), (160 / 280, 120 / 280), half, (12 / 36, 24 / 36), half]
+    assert of(first, SHARES) == [half, (80 / 120, 40 / 120), half, half]
+    assert of(second, SHARES) == [half, (120 / 200, 80 / 200), half, half]
+    assert of(third, SHARES) == [half, (160 / 280, 120 / 280), half, half]
 
 
 def test_why_groups_became_too_old() -> None:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule_model import DomainPlan, House, Model, Remembered
-from scheduler_support import Prompts, TimedReward, make_domain, schedulers_of
+from scheduler_support import Prompts, TimedReward, counts_of, keep_stats, make_domain, schedulers_of
 from support_local_engine import LocalEngine
 from support_scripted import Response, ScriptedEngine
 
@@ -265,6 +265,7 @@ class RandomSchedules(RuleBasedStateMachine):
             for number, (name, plan) in enumerate(house.domains.items())
         ]
         self.service = RolloutService(domains, self.router, house.retries, seed=1, pacing=house.pacing)
+        keep_stats(self.service)
         for runner in self.service._runners.values():
             self.watch(runner)
         make = self.service._runner
@@ -541,13 +542,14 @@ class RandomSchedules(RuleBasedStateMachine):
             return
         self.model.check()
         for name, scheduler in schedulers_of(self.service).items():
-            counts, mine = scheduler.counts, self.model.ways[name]
+            counts, mine = counts_of(self.service, name), self.model.ways[name]
             assert [counts.admitted, counts.filtered, counts.stale, counts.lost] == [
                 mine[way] for way in ("admitted", "filtered", "stale", "lost")
             ], name
             live = sum(group.row[0] == name for group in self.model.live.values())
-            # What has been taken for a batch that other domains are not ready for is delivered to the one, and live to the other.
-            assert scheduler.running + scheduler.finished + counts.delivered == live + mine["delivered"]
+            # What has been taken for a batch that other domains are not ready for is live to the model.
+            taken = len(self.service._taken.get(name, []))
+            assert scheduler.running + scheduler.finished + taken + counts.delivered == live + mine["delivered"]
             if self.work is None and not self.over:
                 assert counts.delivered == mine["delivered"]
 

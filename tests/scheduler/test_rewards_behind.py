@@ -60,7 +60,7 @@ def run(domains: list[Domain], batches: int, prompts: int = 4, train_s: float = 
         async def watch() -> None:
             while True:
                 for name, scheduler in schedulers_of(service).items():
-                    live = scheduler.counts.admitted - scheduler.counts.ended
+                    live = scheduler.running + scheduler.finished
                     seen.most_scoring[name] = max(seen.most_scoring[name], service._runners[name].scoring)
                     seen.most_live[name] = max(seen.most_live[name], live)
                 await asyncio.sleep(0.05)

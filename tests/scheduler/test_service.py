@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, schedulers_of, tokens_of
+from scheduler_support import (
+    Prompts,
+    TimedReward,
+    all_counts,
+    attempt_of,
+    by_tokens,
+    counts_of,
+    make_domain,
+    make_service,
+    prompt_of,
+    schedulers_of,
+    tokens_of,
+)
 from support_scripted import Response, Script
 
 from roll_lite.data.prompts import PromptOrder
@@ -169,14 +181,14 @@ def test_every_prompt_ends_once_whatever_fails(
             service.close()
             return
         assert max(delivered.values()) == 1
-        counts = [scheduler.counts for scheduler in schedulers_of(service).values()]
+        counts = all_counts(service)
         assert sum(count.admitted for count in counts) == sum(delivered.values()) + lost
         assert sum(count.lost for count in counts) == lost
         assert all(load.tokens == pytest.approx(0) and load.requests == 0 for load in router.engines)
         # nothing is drawn and forgotten: what was drawn is delivered or lost
-        for name, scheduler in schedulers_of(service).items():
+        for name in schedulers_of(service):
             order = PromptOrder(50, 7, name)
-            rows = {(name, *order.next()) for _ in range(scheduler.counts.admitted)}
+            rows = {(name, *order.next()) for _ in range(counts_of(service, name).admitted)}
             assert {row for row in delivered if row[0] == name} <= rows
 
     run_virtual(main())

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from scheduler_support import TimedReward, by_tokens, make_domain, make_service, schedulers_of
+from scheduler_support import TimedReward, all_counts, by_tokens, counts_of, make_domain, make_service
 from support_scripted import Response, Script, ScriptedEngine
 
 from roll_lite.config.schema.domains import RolloutConfig
@@ -134,7 +134,7 @@ def test_every_prompt_trains_once_in_time_and_with_the_length_that_was_drawn(nam
         for group in batch:
             for sample in group.samples:
                 assert sample.transcript.policy_tokens == drawn_length(sample.id.request_id())
-    assert all(scheduler.counts.stale == 0 for scheduler in schedulers_of(service).values())
+    assert all(counts.stale == 0 for counts in all_counts(service))
 
 
 def test_without_staleness_asynchronous_training_is_synchronous() -> None:
@@ -159,7 +159,7 @@ def test_one_step_off_generates_each_batch_with_the_weights_before() -> None:
 
 def test_nothing_is_admitted_for_batches_that_nobody_will_ask_for() -> None:
     _, service = run(steps=5, supply=Asynchronous(3), batches=5)
-    counts = schedulers_of(service)["a"].counts
+    counts = counts_of(service, "a")
     assert (counts.admitted, counts.delivered) == (20, 20)
 
 
@@ -171,7 +171,7 @@ def test_what_is_admitted_and_not_trained_never_exceeds_the_bound() -> None:
 
         async def watch() -> None:
             while True:
-                counts = schedulers_of(service)["a"].counts
+                counts = counts_of(service, "a")
                 seen.append(counts.admitted - counts.delivered)
                 await asyncio.sleep(0.25)
 
@@ -196,7 +196,7 @@ def test_no_group_grows_too_old_where_some_batches_have_none_of_its_domain(stale
             for n, share in enumerate((2, 1, 2))
         ]
         done, service = run(60, engines=1, slots=2, seconds=0.5 + number, prompts=1, domains=domains, supply=Asynchronous(staleness))
-        counts = [scheduler.counts for scheduler in schedulers_of(service).values()]
+        counts = all_counts(service)
         assert [one.stale for one in counts] == [0, 0, 0] and max(done.staleness) <= staleness
         assert sum(one.lost for one in counts) > 5
 
@@ -211,13 +211,13 @@ def test_a_service_that_is_closed_leaves_nothing_in_its_engines() -> None:
         batch = asyncio.create_task(service.next_batch(8))
         await asyncio.sleep(1.0)
         assert router._waiting > 0
-        admitted = schedulers_of(service)["a"].counts.admitted
+        admitted = counts_of(service, "a").admitted
         service.close()
         await asyncio.sleep(1.0)
         with pytest.raises(RuntimeError, match="closed"):
             await batch
         health = await engine.health()
-        return schedulers_of(service)["a"].counts.admitted - admitted, health.running + health.waiting, router.engines[0].tokens
+        return counts_of(service, "a").admitted - admitted, health.running + health.waiting, router.engines[0].tokens
 
     assert run_virtual(main()) == (0, 0, 0)
 
@@ -251,7 +251,7 @@ def test_filtered_groups_are_replaced_and_are_no_failures(name: str) -> None:
     done, service = run(domains=[domain], supply=SUPPLIES[name], on_sync=OnSync.ABORT)
     assert [len(batch) for batch in done.batches] == [4] * 8
     assert all(uid % 3 == 0 for _, _, uid in done.prompts)
-    counts = schedulers_of(service)["a"].counts
+    counts = counts_of(service, "a")
     assert counts.lost == 0 and counts.filtered > counts.delivered
     assert sum(stats.domains["a"].filtered.total() for stats in done.stats) <= counts.filtered
     assert set(done.stats[0].domains["a"].filtered) == {LOW}
@@ -274,7 +274,7 @@ def test_a_place_whose_prompt_is_put_back_may_be_tried_as_often_as_any_other() -
     domains = [make_domain("a", 0, max_tokens=400, filter=GroupFilter(second_time, tries=3)), make_domain("b", 1, max_tokens=400)]
     done, service = run(domains=domains, supply=Synchronous(1), prompts=1, oversample=3.0, seconds=100.0)
     assert [len(batch) for batch in done.batches] == [1] * 8
-    assert schedulers_of(service)["a"].counts.filtered > 0
+    assert counts_of(service, "a").filtered > 0
 
 
 def test_or_make_the_batch_smaller() -> None:
@@ -283,7 +283,7 @@ def test_or_make_the_batch_smaller() -> None:
     done, service = run(domains=[domain], steps=6)
     sizes = [len(batch) for batch in done.batches]
     assert 0 < sum(sizes) < 24 and max(sizes) <= 4
-    counts = schedulers_of(service)["a"].counts
+    counts = counts_of(service, "a")
     assert counts.admitted <= 6 * 4 * 2
     assert counts.admitted == counts.ended
 
@@ -299,7 +299,7 @@ def test_what_is_left_out_for_good_does_not_shorten_the_way_ahead(how: dict[str,
     """A place that a filter gives up is filled by a group of a later batch; that one's place is not given up."""
     some = GroupFilter(kept_between("accuracy", 0.5, None), tries=1, fill=False)
     done, service = run(60, prompts=8, domains=[make_domain("a", rewards=MostlyRight(), samples=1, filter=some, max_tokens=400)], **how)
-    assert schedulers_of(service)["a"].counts.filtered > 20
+    assert counts_of(service, "a").filtered > 20
     assert [len(batch) for batch in done.batches[30:]] == [8] * 30
     if "supply" in how:
         assert max(done.staleness[-80:]) == 2
@@ -424,7 +424,7 @@ def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> No
         domain = make_domain("a", max_tokens=400, filter=GroupFilter(kept_by(keeps, "left out")))
         oversample = oversample_of(supply, 1.5)
         done, service = run(40, domains=[domain], prompts=8, slots=8, oversample=oversample, supply=supply, on_sync=OnSync.ABORT)
-        assert schedulers_of(service)["a"].counts.filtered > 100
+        assert counts_of(service, "a").filtered > 100
         return [length for batch in done.batches for length in lengths(batch)]
 
     assert distance(trained(lambda group: stable_hash("kept", group.samples[0].id.prompt_uid) % 3 > 0), everything) < 1
@@ -444,7 +444,7 @@ def test_engines_that_rest_end_nothing_before_new_weights_come(on_sync: OnSync) 
 
 def test_late_groups_are_put_back_and_come_again() -> None:
     done, service = run(steps=10, slots=64, oversample=2.0, supply=Synchronous())
-    counts = schedulers_of(service)["a"].counts
+    counts = counts_of(service, "a")
     assert counts.stale > 0
     assert len(set(done.prompts)) == len(done.prompts) == 40
     # Those that were put back come first: all prompts trained are the first ones of the order.
@@ -456,7 +456,7 @@ def test_what_is_put_back_trains_in_its_order_however_often_it_comes() -> None:
     done, service = run(steps=20, prompts=1, slots=64, oversample=4.0)
     order = PromptOrder(1000, 7, "a")
     assert [(epoch, uid) for _, epoch, uid in done.prompts] == [order.next() for _ in range(20)]
-    assert schedulers_of(service)["a"].counts.stale > 0
+    assert counts_of(service, "a").stale > 0
 
 
 @pytest.mark.parametrize("name", SUPPLIES)

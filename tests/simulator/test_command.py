@@ -22,7 +22,7 @@ SHORT = ["simulation.steps=3", "rollout.prompts_per_step=6"]
 def rows(text: str) -> list[list[str]]:
     """Of the table, cell by cell."""
     lines = text.splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith("───"))
+    start = next(place for place, line in enumerate(lines) if line.startswith("---"))
     return [line.split("  ") for line in lines[start + 1 : lines.index("", start)]]
 
 

@@ -6,18 +6,21 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from support_models import make_tokenizer
 from support_scripted import ScriptedWorker, scripted_spec
 
+from roll_lite.config.loading import load_config
 from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
-from roll_lite.config.schema.models import ModelConfig
+from roll_lite.config.schema.models import InferRoleConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.inference import requests as in_flight
+from roll_lite.files import CONFIGS
 from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
@@ -90,11 +93,24 @@ def rollouts(spec: RolloutSpec, infer: Cluster[InferWorker]) -> Iterator[Cluster
 
 
 def spec_of(model: ModelConfig, folder: Path) -> RolloutSpec:
-    return RolloutSpec(
-        model=model,
-        domains={"long": domain(folder, "long", 3, f"{USER}.length", validation=5), "math": domain(folder, "math", 1, f"{USER}.tricky")},
-        rollout=RolloutConfig(samples_per_prompt=4),
-        seed=3,
-        deterministic=True,
-        samples_folder=folder / "samples",
-    )
+    config = load_config("tiny_grpo", CONFIGS, files=False)
+    domains = {"long": domain(folder, "long", 3, f"{USER}.length", validation=5), "math": domain(folder, "math", 1, f"{USER}.tricky")}
+    rollout = RolloutConfig(samples_per_prompt=4)
+    own = {"model": model, "domains": domains, "rollout": rollout, "seed": 3, "deterministic": True, "steps": None}
+    own |= {"actor_infer": role_of(), "limits": config.limits.model_copy(update={"engine_silence": 0.0})}
+    return RolloutSpec(config.model_copy(update=own), folder / "samples")
+
+
+def role_of(restarts: int = 0, running: int | None = None) -> InferRoleConfig:
+    strategy = VllmStrategyConfig().model_copy(update={"max_running_requests": running})
+    return InferRoleConfig(restarts=restarts, offload=False).model_copy(update={"strategy": strategy})
+
+
+def changed(spec: RolloutSpec, engine_silence_s: float = 0.0, **settings: Any) -> RolloutSpec:
+    """Sections of the configuration replaced by others."""
+    limits = spec.config.limits.model_copy(update={"engine_silence": engine_silence_s})
+    return replace(spec, config=spec.config.model_copy(update={"limits": limits, **settings}))
+
+
+def with_baselines(spec: RolloutSpec) -> RolloutSpec:
+    return changed(spec, algorithm=load_config("tiny_remax", CONFIGS, files=False).algorithm)

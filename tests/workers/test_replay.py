@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas
 import pytest
-from rollout_cases import engines, rollouts, spec_of, toy_model
+from rollout_cases import changed, engines, rollouts, spec_of, toy_model, with_baselines
 from support_dumps import assert_same
 
 from roll_lite.config.schema.domains import GroupFilterConfig
@@ -40,8 +39,8 @@ def whole(batch: RolloutBatch) -> DataProto:
     return shard.materialize()
 
 
-def dumping(spec: RolloutSpec, folder: Path, **further: Any) -> RolloutSpec:
-    return replace(spec, dumps=DumpSpec(folder, {"seed": spec.seed}, "a checksum"), greedy_baseline=True, **further)
+def dumping(spec: RolloutSpec, folder: Path) -> RolloutSpec:
+    return replace(with_baselines(spec), dumps=DumpSpec(folder, {"seed": spec.config.seed}, "a checksum"))
 
 
 def test_a_replay_gives_what_was_dumped_and_the_dump_what_trained(model: ModelConfig, tmp_path: Path) -> None:
@@ -69,7 +68,7 @@ def test_what_was_filtered_is_in_the_dump_with_its_cause_and_does_not_train(mode
     """The reward of `math` is 1 for all, `long` scores the length: all of its groups are flat."""
     spec = dumping(spec_of(model, tmp_path), tmp_path / "dumps")
     chosen = GroupFilterConfig(name="mean", above=2.0, tries=3, when_short="continue")
-    spec = replace(spec, rollout=spec.rollout.model_copy(update={"filter": chosen}))
+    spec = changed(spec, rollout=spec.config.rollout.model_copy(update={"filter": chosen}))
     with engines(model, 1, response_tokens=6) as infer, rollouts(spec, infer) as service:
         expected = whole(service.one(RolloutWorker.next_batch, 8, 1))
     assert set(expected.objects("domain").tolist()) == {"long"}

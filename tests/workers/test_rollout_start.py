@@ -28,6 +28,6 @@ async def test_one_reference_that_cannot_be_read_does_not_keep_a_run_from_starti
         prompts.add("?", [answer], answer=answer)
     worker: Any = object.__new__(RolloutWorker)
     worker._pools, worker._environments, worker._domains = {"sums": Pool()}, {}, [SimpleNamespace(name="sums", prompts=prompts)]
-    worker._spec = SimpleNamespace(domains={"sums": SimpleNamespace(reward=RewardConfig(name="math", retries=1))})
+    worker._config = SimpleNamespace(domains={"sums": SimpleNamespace(reward=RewardConfig(name="math", retries=1))})
     with nullcontext() if starts else pytest.raises(ValueError, match="domains.sums.reward: .* failed: the reference answer cannot"):
         await worker._try_rewards({})

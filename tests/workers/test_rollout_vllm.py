@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rollout_cases import changed, spec_of
 from support_models import make_tiny_model
 
 from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
@@ -17,7 +19,7 @@ from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.workers.infer import InferWorker
-from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
+from roll_lite.workers.rollout import RolloutWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("ray_local")]
 
@@ -30,7 +32,8 @@ def one_run(model: ModelConfig, folder: Path) -> list[dict[str, Any]]:
         sampling=SamplingConfig(max_tokens=40, temperature=0.7),
         reward=RewardConfig(name="exact"),
     )
-    spec = RolloutSpec(model, {"toy": domain}, RolloutConfig(samples_per_prompt=8), seed=5, deterministic=True)
+    spec = changed(spec_of(model, folder), domains={"toy": domain}, rollout=RolloutConfig(samples_per_prompt=8), seed=5)
+    spec = replace(spec, samples_folder=None)
     rollouts = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
     try:
         engines.all(InferWorker.initialize)

@@ -19,21 +19,16 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError
-from rollout_cases import USER, DoomedWorker, domain, engines, rollouts, spec_of, toy_model
-from safetensors.torch import load_file, save_file
+from rollout_cases import USER, DoomedWorker, changed, domain, engines, role_of, rollouts, spec_of, toy_model, with_baselines
 from support_local_engine import ask
-from support_models import make_tiny_model
 
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig, RewardTermConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig
-from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
-from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.liveness import is_running
 from roll_lite.distributed.placement import anywhere
-from roll_lite.models.model_files import zero_embeddings
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.infer import InferWorker, RemoteEngine
@@ -81,7 +76,7 @@ WRITTEN = ("step_000001", "step_000002", "validation_000002")
 @pytest.mark.nightly
 def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: ModelConfig, tmp_path: Path) -> None:
     broken = domain(tmp_path, "sums", 1.0, f"{USER}.raises")
-    spec = replace(spec_of(model, tmp_path), domains={"sums": broken.model_copy(update={"reward": RewardConfig(name=f"{USER}.raises")})})
+    spec = changed(spec_of(model, tmp_path), domains={"sums": broken.model_copy(update={"reward": RewardConfig(name=f"{USER}.raises")})})
     with engines(model, 1) as infer, pytest.raises(RankFailed) as told, rollouts(spec, infer):
         raise AssertionError("it started")
     message = str(told.value)
@@ -98,7 +93,7 @@ def test_beside_a_judge_of_the_run_every_other_part_is_tried_before_any_engine(m
     sound = RewardConfig(name="judge", args={"server": "main"}, terms=terms[1:3])
     rewards = {"judged": judge, "own": own, "sound": sound}
     found = {name: domain(tmp_path, name, 1.0, "math").model_copy(update={"reward": reward}) for name, reward in rewards.items()}
-    service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, replace(spec_of(model, tmp_path), domains=found))
+    service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, changed(spec_of(model, tmp_path), domains=found))
     try:
         with pytest.raises(RankFailed) as told:
             service.one(RolloutWorker.prepare, {}, {"main": JudgeAddress(("http://127.0.0.1:9/v1",), "main")})
@@ -108,25 +103,9 @@ def test_beside_a_judge_of_the_run_every_other_part_is_tried_before_any_engine(m
     assert sorted(set(places)) == ["domains.judged.reward.terms.0", "domains.judged.reward.terms.3", "domains.own.reward"]
 
 
-def test_zero_embeddings_of_tokens_in_prompts_are_told(tmp_path: Path) -> None:
-    """Rows 0 (the pad token) and 3 are zero, and no prompt has token 3."""
-    path, prompts = make_tiny_model(tmp_path), PromptSet("math")
-    prompts.add("5", [5, 0, 9])
-    prompts.add("6", [6])
-    tokenizer = load_tokenizer(path)
-    read = prompts.distinct_ids(), "prompts of domain math contain them", tokenizer
-    assert zero_embeddings("critic.path", path, *read) == []
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][[0, 3]] = 0.0
-    save_file(weights, path / "model.safetensors")
-    (told,) = zero_embeddings("critic.path", path, *read)
-    assert told.startswith(f"warning: critic.path: {path}: ")
-    assert f"the embeddings of tokens 0 ({tokenizer.decode([0])!r}) are all zeros, and prompts of domain math contain them" in told
-
-
 @pytest.mark.nightly
 def test_groups_that_are_finished_can_be_had_before_their_batch(model: ModelConfig, tmp_path: Path) -> None:
-    spec = replace(spec_of(model, tmp_path), engine_slots=4, samples_folder=None, deterministic=False)
+    spec = changed(replace(spec_of(model, tmp_path), samples_folder=None), actor_infer=role_of(running=4), deterministic=False)
     with engines(model, 2, response_tokens=6, seconds_per_token=0.1) as infer, rollouts(spec, infer) as service:
         making = service.start_one(RolloutWorker.next_batch, 8, 1)
         parts: list[RolloutBatch] = []
@@ -172,8 +151,8 @@ def check_batch(result: RolloutBatch) -> None:
 def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses(model: ModelConfig, tmp_path: Path) -> None:
     def traffic(tokens: int) -> tuple[int, int]:
         """Bytes from an engine's worker to the service for eight samples, and from the service to the driver for a batch."""
-        spec = replace(spec_of(model, tmp_path), domains={"math": domain(tmp_path, "math", 1, f"{USER}.tricky")}, samples_folder=None)
-        spec.domains["math"] = spec.domains["math"].model_copy(update={"sampling": SamplingConfig(max_tokens=tokens)})
+        maths = domain(tmp_path, "math", 1, f"{USER}.tricky").model_copy(update={"sampling": SamplingConfig(max_tokens=tokens)})
+        spec = changed(replace(spec_of(model, tmp_path), samples_folder=None), domains={"math": maths})
         with engines(model, 1, response_tokens=tokens) as infer, rollouts(spec, infer) as service:
             worker = infer.group.actors[0]
             sampling = Sampling(temperature=1.0, max_tokens=tokens)
@@ -195,10 +174,10 @@ def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses
 
 @pytest.mark.nightly
 def test_greedy_baselines_and_forms_reach_rows_and_dumps(model: ModelConfig, tmp_path: Path) -> None:
-    spec = replace(spec_of(model, tmp_path), greedy_baseline=True)
-    maths = spec.domains["math"]
+    spec = with_baselines(spec_of(model, tmp_path))
+    maths = spec.config.domains["math"]
     form = RewardConfig(name=f"{USER}.tricky", format=FormatConfig(pattern=r"^6 tok"))
-    spec = replace(spec, domains={**spec.domains, "math": maths.model_copy(update={"reward": form})})
+    spec = changed(spec, domains={**spec.config.domains, "math": maths.model_copy(update={"reward": form})})
     with engines(model, 2, response_tokens=6, failure_rate=0.2) as infer, rollouts(spec, infer) as service:
         result = service.one(RolloutWorker.next_batch, 8, 1)
         validated, _ = service.one(RolloutWorker.evaluate, 1, GREEDY, 1)
@@ -230,7 +209,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
     script = {"response_tokens": 6} if how == "rests" else {"response_tokens": 500, "seconds_per_token": 1.0}
     with engines(model, 1, **script) as infer:
         victim = infer.one(InferWorker.place).pid
-        spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if how == "is stopped" else None)
+        spec = changed(spec_of(model, tmp_path), engine_silence_s=5.0 if how == "is stopped" else 0.0)
         service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
         service.one(RolloutWorker.prepare, {}, {})
         service.one(RolloutWorker.initialize, infer.group.actors)
@@ -259,7 +238,7 @@ def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: Model
     """Nor the tokens that it had handed out: the other engine goes on from them."""
     with engines(model, 2, DoomedWorker, response_tokens=30, seconds_per_token=0.15) as infer:
         first, second = infer.all(InferWorker.place)
-        spec = replace(spec_of(model, tmp_path), deterministic=False, engine_silence_s=5.0 if number == signal.SIGSTOP else None)
+        spec = changed(spec_of(model, tmp_path), engine_silence_s=5.0 if number == signal.SIGSTOP else 0.0, deterministic=False)
         with rollouts(spec, infer) as service:
             ray.get(infer.actors[1].end_once_parts_are_out.remote(number))
             batch = service.one(RolloutWorker.next_batch, 8, 1)

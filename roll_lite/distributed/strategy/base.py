@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -100,22 +100,6 @@ class StateGroup(StrEnum):
     OPTIMIZER = "optimizer"
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Bytes moved between device and host, and the seconds taken."""
-
-    freed_bytes: int = 0
-    out_bytes: int = 0
-    """Bytes copied to the host; not state that is dropped or has a valid host copy."""
-    in_bytes: int = 0
-    out_seconds: float = 0.0
-    in_seconds: float = 0.0
-    """Seconds spent waiting for loads, without background copies."""
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
-
-
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Loss of a micro-batch: (sum of weight * token loss, metric sums). Both add up over micro-batches and ranks."""
 
@@ -173,12 +157,13 @@ class ForwardStrategy(ABC):
         `old_experts` or `rollout_experts` are expert choices to replay."""
 
     @abstractmethod
-    def load(self, groups: Iterable[StateGroup]) -> None:
-        """Load offloaded state groups to the device."""
+    def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
+        """Load offloaded state groups to the device. Returns bytes copied ("in"); empty if not measured."""
 
     @abstractmethod
-    def offload(self, groups: Iterable[StateGroup]) -> None:
-        """Free device memory. Contents move to host memory, but gradients are dropped."""
+    def offload(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
+        """Free device memory. Contents move to host memory, but gradients are dropped. Returns bytes freed ("freed") and copied ("out");
+        empty if not measured."""
 
 
 @dataclass
@@ -231,10 +216,6 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def loaded(self) -> Sequence[StateGroup]:
         """State groups on the device."""
-
-    @abstractmethod
-    def take_moved(self) -> Moved:
-        """Return and reset what `load` and `offload` moved."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:

@@ -17,7 +17,6 @@ from roll_lite.config.schema.models import (
     VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.distributed.strategy.inference.settings import OWN_ARGUMENT
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
 from roll_lite.distributed.strategy.vllm.compat import judge_server
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
@@ -124,7 +123,7 @@ def _problems(
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
-            yield Problem(place, OWN_ARGUMENT, value)
+            yield Problem(place, "roll_lite sets this one itself; remove it", value)
         elif argument in settings:
             yield Problem(place, f"has a key of its own: write it as {role}.strategy.{settings[argument]}", value)
         elif known and argument not in known:

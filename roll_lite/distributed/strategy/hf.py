@@ -75,12 +75,14 @@ class HfRewardStrategy(ForwardStrategy):
         bias = None if head.bias is None else head.bias.float()
         return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
 
-    def load(self, groups: Iterable[StateGroup]) -> None:
+    def load(self, groups: Iterable[StateGroup]) -> dict[str, int]:
         if StateGroup.WEIGHTS in set(groups):
             self._model.to(self.device)
+        return {}
 
-    def offload(self, groups: Iterable[StateGroup]) -> None:
+    def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
         if StateGroup.WEIGHTS in set(groups):
             self._model.to("cpu")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        return {}

@@ -6,14 +6,12 @@ collective cannot tell which member is missing. After a failure, broadcast threa
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -36,6 +34,7 @@ from roll_lite.distributed.weight_sync.transport import (
     flat_layout,
     unflatten,
 )
+from roll_lite.files import changed_environment
 
 
 @dataclass(frozen=True)
@@ -93,27 +92,12 @@ def connect_nccl(group: TransferGroup, prefix: str, rank: int, size: int) -> Any
     store = PrefixStore(prefix, own)  # a separate connection for NCCL, whose waits block other users of the store
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # the transfer group's time-out comes first
-    with _unwatched():
+    # Without blocking waits, torch's NCCL watchdog would kill this process when a peer dies.
+    with _ENVIRONMENT, changed_environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
         return ProcessGroupNCCL(store, rank, size, options)
 
 
 _ENVIRONMENT = threading.Lock()
-_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-
-
-@contextmanager
-def _unwatched() -> Iterator[None]:
-    """Disable torch's NCCL watchdog, which would kill this process when a peer dies, for process groups created in the block."""
-    with _ENVIRONMENT:
-        before = os.environ.get(_BLOCKING_WAIT)
-        os.environ[_BLOCKING_WAIT] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_BLOCKING_WAIT]
-            else:
-                os.environ[_BLOCKING_WAIT] = before
 
 
 GLOO = Wire(connect_gloo, BucketSegment, "cpu")

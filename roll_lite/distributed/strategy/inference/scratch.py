@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from roll_lite.distributed.session_guard import remove_folder
+from roll_lite.files import changed_environment
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
@@ -38,19 +39,12 @@ class Scratch:
     @contextmanager
     def inherited(self) -> Iterator[None]:
         """Make the folder the temporary folder of processes started inside the block."""
-        names = dict.fromkeys(self._variables, self.path)
-        before = {name: os.environ.get(name) for name in names}
-        os.environ.update(names)
         prefix = _call_semaphores(_semaphores_of(self.path))
         try:
-            yield
+            with changed_environment(dict.fromkeys(self._variables, self.path)):
+                yield
         finally:
             _call_semaphores(prefix)
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
     def remove(self) -> None:
         self._remove()

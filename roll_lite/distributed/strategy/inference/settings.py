@@ -4,11 +4,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
 
 from packaging.version import Version
 
-from roll_lite.config.problems import or_nearest
 from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
@@ -83,16 +81,3 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
 def with_fused(targets: Collection[str]) -> list[str]:
     together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
     return sorted({*targets, *together})
-
-
-def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:
-    """Raise ValueError for an argument that is unknown or set by roll_lite itself (`own`)."""
-    for name in sorted(given):
-        path = f"actor_infer.strategy.engine_args.{name}"
-        if name in own:
-            raise ValueError(f"{path}: {OWN_ARGUMENT}")
-        if name not in known:
-            raise ValueError(f"{path}: {make} has no such engine argument{or_nearest(name, known)}")
-
-
-OWN_ARGUMENT = "roll_lite sets this one itself; remove it"

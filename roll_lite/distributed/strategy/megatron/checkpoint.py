@@ -4,7 +4,6 @@ Shards have offsets in the full tensor, so that another parallel layout can load
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import TENSORS_SUFFIX
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.shard_loading import ShardReader, stored_name
-from roll_lite.files import is_file, read_object
+from roll_lite.files import is_file, read_object, write_json
 from roll_lite.models.hf_config import MODEL_FILE, check_same_model
 from roll_lite.models.model_files import weights_fingerprint
 
@@ -66,7 +65,7 @@ def write_checkpoint(
     state = _sharded_state(chunks, optimizer, loading=False)
     dist_checkpointing.save(state, str(state_folder), _SaveThrough(writer), preprocess_common_before_consistancy_check=_without_optimizer)
     if layout.rank == 0:
-        (folder / MODEL_FILE).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / MODEL_FILE, model)
     torch.save({"layout": _identity(layout), "random": random_state()}, _rank_file(folder, layout.rank))
     dist.barrier()
     own = [_rank_file(folder, layout.rank), *state_folder.glob(f"__{layout.rank}_*{TENSORS_SUFFIX}")]
@@ -78,7 +77,7 @@ def write_checkpoint(
 def write_base(folder: Path, model: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     card = {"path": str(model.resolve()), "fingerprint": weights_fingerprint(model)}
-    (folder / BASE_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / BASE_FILE, card)
     return folder / BASE_FILE
 
 

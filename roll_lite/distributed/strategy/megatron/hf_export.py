@@ -19,6 +19,7 @@ from roll_lite.data.proto import save_tensors
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
+from roll_lite.files import write_json
 from roll_lite.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.models.hf_config import HfConfig
 from roll_lite.models.hf_fields import architecture
@@ -217,11 +218,11 @@ def write_hf(
         for file_in_source in source.iterdir():
             if file_in_source.is_file() and not file_in_source.name.endswith(NOT_COPIED):
                 own.append(Path(shutil.copyfile(file_in_source, folder / file_in_source.name)))
-        (folder / "config.json").write_text(json.dumps(_config(source, dtype, value_model), indent=2) + "\n")
+        write_json(folder / "config.json", _config(source, dtype, value_model))
         if len(buckets) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             own.append(folder / "model.safetensors.index.json")
-            own[-1].write_text(json.dumps(index, indent=2) + "\n")
+            write_json(own[-1], index)
     dist.barrier()
     return own
 
@@ -236,7 +237,7 @@ def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any])
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_tensors({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, OF_TORCH)
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_json(folder / ADAPTER_CONFIG, config)
     dist.barrier()
     return [folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG] if dist.get_rank() == 0 else []
 

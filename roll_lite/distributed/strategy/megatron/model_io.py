@@ -149,9 +149,7 @@ def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
 def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = False, experts: bool = False) -> None:
     known = ("values", "final_value")[: 1 if training else 2] if value_head else ("log_probs", "entropy", "distribution")
     known = (*known, EXPERTS) if experts and not training else known
-    unknown = [name for name in outputs if name not in known]
-    if unknown or not outputs:
-        raise ValueError(f"outputs {list(outputs)}: a model {'with' if value_head else 'without'} value head has {', '.join(known)}")
+    assert outputs and set(outputs) <= set(known), f"outputs {list(outputs)}, the model has {known}"
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:

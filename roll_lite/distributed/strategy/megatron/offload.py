@@ -6,14 +6,13 @@ a load. Host copies are reused until the state changes."""
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from roll_lite.distributed.strategy.base import Moved, StateGroup
+from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 
 
@@ -37,10 +36,9 @@ class StateMover:
         self._copies: dict[StateGroup, dict[int, HostCopy]] = {group: {} for group in StateGroup}
         self._away: set[StateGroup] = set()
         self._arriving: dict[StateGroup, Any] = {}
-        self.moved = Moved()
 
-    def offload(self, groups: Iterable[StateGroup]) -> None:
-        start = time.perf_counter()
+    def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
+        """Return bytes freed, and bytes copied to the host: not of state that is dropped or has a valid host copy."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -56,10 +54,9 @@ class StateMover:
                 copy.storage.resize_(0)
         self._away.update(leaving)
         _return_free_memory()
-        self.moved += Moved(freed_bytes=freed, out_bytes=copied, out_seconds=time.perf_counter() - start)
+        return {"freed": freed, "out": copied}
 
-    def load(self, groups: Iterable[StateGroup]) -> None:
-        start = time.perf_counter()
+    def load(self, groups: Iterable[StateGroup]) -> dict[str, int]:
         copied = 0
         for group in [group for group in dict.fromkeys(groups) if group in self._away]:
             for copy in self._copies[group].values():
@@ -74,7 +71,7 @@ class StateMover:
                         copied += copy.size
             self._arriving[group] = self._event()
             self._away.remove(group)
-        self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
+        return {"in": copied}
 
     @property
     def loaded(self) -> list[StateGroup]:

@@ -19,7 +19,7 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the process groups (collective), or reuse the groups of another model in this process, whose layout must be equal."""
+    """Create the process groups (collective), or reuse the groups of another model in this process with the same layout."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,
@@ -29,23 +29,6 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
             expert_model_parallel_size=strategy.expert_parallel,
             expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         )
-    wanted = (
-        strategy.tensor_parallel,
-        strategy.pipeline_parallel,
-        strategy.context_parallel,
-        strategy.virtual_pipeline_parallel,
-        strategy.expert_parallel,
-        strategy.expert_tensor_parallel,
-    )
-    found = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )
-    assert wanted == found, f"the layout (TP, PP, CP, VPP, EP, ETP) is {wanted}, but another model in this process has {found}"
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()

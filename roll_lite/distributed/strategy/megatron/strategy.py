@@ -21,7 +21,6 @@ from roll_lite.distributed.strategy.base import (
     CheckpointWrite,
     LossFn,
     ModelSpec,
-    Moved,
     RankLayout,
     StateCopy,
     StateGroup,
@@ -240,11 +239,11 @@ class MegatronStrategy(TrainStrategy):
 
     # ------------------------------------------------------------ state
 
-    def load(self, groups: Iterable[StateGroup]) -> None:
-        self._mover.load(groups)
+    def load(self, groups: Iterable[StateGroup]) -> dict[str, int]:
+        return self._mover.load(groups)
 
-    def offload(self, groups: Iterable[StateGroup]) -> None:
-        self._mover.offload(groups)
+    def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
+        return self._mover.offload(groups)
 
     def replica_checksums(self) -> dict[str, str]:
         self._mover.require(StateGroup.WEIGHTS)
@@ -261,10 +260,6 @@ class MegatronStrategy(TrainStrategy):
     @property
     def loaded(self) -> Sequence[StateGroup]:
         return self._mover.loaded
-
-    def take_moved(self) -> Moved:
-        moved, self._mover.moved = self._mover.moved, Moved()
-        return moved
 
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)

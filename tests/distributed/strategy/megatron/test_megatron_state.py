@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import warnings
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,8 @@ def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
     sizes = {group: sum(storage.nbytes() for storage in storages[group]) for group in StateGroup}
 
     for number, groups in enumerate(([], [StateGroup.OPTIMIZER], [StateGroup.WEIGHTS, StateGroup.GRADIENTS], list(StateGroup))):
-        strategy.offload(groups)
-        strategy.offload(groups)  # a second time changes nothing
+        moved = Counter(strategy.offload(groups))
+        moved.update(strategy.offload(groups))  # a second time changes nothing
         for group in StateGroup:
             resident = sum(storage.nbytes() for storage in storages[group])
             if group in groups:
@@ -100,24 +101,23 @@ def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
             # Weight sync and forward passes need the weights alone.
             forward(strategy, shard(batch_of(), strategy), ["log_probs"], 2)
             same_weights(strategy, undisturbed)
-        strategy.load(groups)
-        strategy.load(groups)
-        copied_only_where_changed(strategy, groups, sizes)
+        moved.update(strategy.load(groups))
+        moved.update(strategy.load(groups))
+        copied_only_where_changed(strategy, groups, sizes, moved)
         assert steps(strategy, range(number, number + 1)) == steps(undisturbed, range(number, number + 1))
     same_weights(strategy, undisturbed)
 
 
-def copied_only_where_changed(strategy: MegatronStrategy, groups: list[StateGroup], sizes: dict[StateGroup, int]) -> None:
+def copied_only_where_changed(
+    strategy: MegatronStrategy, groups: list[StateGroup], sizes: dict[StateGroup, int], away_once: Counter[str]
+) -> None:
     """`groups` have been away since the last step and are back: an offload copied what the step had changed, another one copies nothing."""
     copies = sum(sizes[group] for group in groups if group is not StateGroup.GRADIENTS)
-    away_once = strategy.take_moved()
-    assert (away_once.freed_bytes, away_once.out_bytes) == (sum(sizes[group] for group in groups), copies)
-    assert away_once.in_bytes == copies
+    assert (away_once["freed"], away_once["out"]) == (sum(sizes[group] for group in groups), copies)
+    assert away_once["in"] == copies
     forward(strategy, shard(batch_of(), strategy), ["log_probs"], 2)
-    strategy.offload(groups)
-    strategy.load(groups)
-    again = strategy.take_moved()
-    assert (again.freed_bytes, again.out_bytes, again.in_bytes) == (away_once.freed_bytes, 0, copies)
+    assert strategy.offload(groups) == {"freed": away_once["freed"], "out": 0}
+    assert strategy.load(groups) == {"in": copies}
 
 
 @pytest.mark.one_in(2)
@@ -600,14 +600,14 @@ def adapters_checkpoint(path: Path, folder: Path) -> None:
     straight, resumed = (started(path, CONFIG, total_updates=20, tensor_parallel=2, lora=lora) for _ in range(2))
     steps(straight, range(2))
     straight.save_checkpoint(folder)
-    straight.offload(StateGroup)
+    first = straight.offload(StateGroup)["out"]
     straight.load(StateGroup)
     copy = copied(straight)
     expected = steps(straight, range(2, 3))
-    first, adapters = straight.take_moved().out_bytes, sum(p.numel() for p in parameters_of(straight) if p.requires_grad)
-    straight.offload(StateGroup)
+    adapters = sum(p.numel() for p in parameters_of(straight) if p.requires_grad)
+    again = straight.offload(StateGroup)["out"]
     straight.load(StateGroup)
-    assert first > 4 * 80_000 > 4 * 20_000 > straight.take_moved().out_bytes > 3 * 4 * adapters
+    assert first > 4 * 80_000 > 4 * 20_000 > again > 3 * 4 * adapters
     assert sum(array.nbytes for array in copy[0]) < 4 * 20_000, "frozen weights are not copied"
     resumed.load_checkpoint(folder)
     assert steps(resumed, range(2, 3)) == expected

@@ -430,8 +430,6 @@ def test_bfloat16_with_float32_main_weights(ranks: RankPool, path: Path) -> None
 def repeated(path: Path) -> list[TrainResult]:
     try:
         strategy = started(path, CONFIG, deterministic=True, tensor_parallel=2)
-        with pytest.raises(AssertionError, match=r"is \(1, 1, 1, 1, 1, 1\), but another model in this process has \(2, 1, 1, 1, 1, 1\)"):
-            started(path)
         return [train_step(strategy, batch_of(seed=step), weighted_loss, ["log_probs", "entropy"], 3) for step in range(3)]
     finally:
         torch.use_deterministic_algorithms(False)

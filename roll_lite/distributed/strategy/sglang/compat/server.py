@@ -25,11 +25,9 @@ from roll_lite.distributed.strategy.base import PauseMode, RequestProgress
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader, kill_all
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
-from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input, new_tokens
 from roll_lite.distributed.strategy.sglang.compat.settings import (
-    OWN_ARGUMENTS,
     check_cache,
     engine_arguments,
     keep_files_in,
@@ -51,14 +49,11 @@ def _tags(parts: Collection[EngineMemory]) -> list[str]:
 def launch(start: Start) -> Any:
     """Launch an engine, or a multi-node engine's part on this node. Only the first node has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.server_args import ServerArgs
 
     from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
 
     spec, strategy = start.spec, start.spec.strategy
     assert isinstance(strategy, SglangStrategyConfig)
-    known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
-    check_engine_args("SGLang", strategy.engine_args, OWN_ARGUMENTS, list(known))
 
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)

@@ -16,7 +16,6 @@ from roll_lite.distributed.strategy.inference.life import EngineDead, EngineMemo
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses
 from roll_lite.distributed.strategy.inference.requests import InFlight
 from roll_lite.distributed.strategy.inference.scratch import Scratch
-from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.requests import (
     adapters_request,
@@ -41,7 +40,6 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
-    check_engine_args("vLLM", spec.strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
     arguments = settings.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, cuda, spec.lora)
     return AsyncEngineArgs(**arguments, **settings.node_arguments(spec.node), enable_return_routed_experts=spec.reports_experts)
 
