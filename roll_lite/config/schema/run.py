@@ -299,8 +299,6 @@ class RunConfig(Section):
             yield "replay.path", "mode: train_only trains on the dumps of a past run; name its folder"
         if self.mode != "train_only" and self.replay.path is not None:
             yield "replay.path", f"is only used by mode: train_only, the mode is {self.mode}; remove it, or change the mode"
-        if self.mode == "train_only" and self.rollout.dump:
-            yield "rollout.dump", "mode: train_only generates nothing that could be dumped; use false"
 
     _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
