@@ -42,7 +42,7 @@ from roll_lite.files import CONFIGS, STARTERS, absolute_path, read_text
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
-from roll_lite.rewards.registry import address_notes, check_rewards
+from roll_lite.rewards.registry import check_rewards
 
 PROJECTS = ("roll", "verl", "openrlhf")
 WRONG_CONFIGURATION = 2
@@ -170,7 +170,7 @@ def _tables(config: RunConfig) -> str:
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
         with suppress(Refused):
             parts.append(part())
-    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config, resumption_notes, address_notes), *of_machine]))
+    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config, resumption_notes), *of_machine]))
     return "".join(f"\n{part}\n" for part in parts if part)
 
 
