@@ -10,7 +10,7 @@ from roll_lite.config.schema.models import JudgeServerConfig, MegatronStrategyCo
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.hub import lacks_weights
 from roll_lite.models.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
-from roll_lite.models.model_files import TOKENIZER_FILES, VALUE_HEAD, has_tokenizer, stored_tensors, wrong_settings
+from roll_lite.models.model_files import VALUE_HEAD, require_tokenizer, stored_tensors, wrong_settings
 
 MODEL_REWARD = "model"
 JUDGE = "judge"
@@ -56,35 +56,27 @@ def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mista
         yield f"{path}.max_length", f"is more than the model's {positions} positions (max_position_embeddings)"
     named = raw.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else named or "(none)")
+    is_megatron = isinstance(model.strategy, MegatronStrategyConfig)
+    labels = len(raw["id2label"]) if isinstance(raw.get("id2label"), dict) and raw["id2label"] else raw.get("num_labels", 2)
+    head = list(stored[VALUE_HEAD].shape) if VALUE_HEAD in stored else []
     if not architecture.endswith("ForSequenceClassification"):
         expected = "expected a reward model, ...ForSequenceClassification"
         yield place, f"its config.json names the architecture {architecture}; {expected}"
-        return
-    labels = len(raw["id2label"]) if isinstance(raw.get("id2label"), dict) and raw["id2label"] else raw.get("num_labels", 2)
-    head = list(stored[VALUE_HEAD].shape) if VALUE_HEAD in stored else []
-    if labels != 1:
+    elif labels != 1:
         yield place, f"it has {labels} labels; a reward model has one output (num_labels 1)"
     elif head and head[0] != 1:
         yield place, f"its {VALUE_HEAD} has the shape {head}; a reward model has one output"
-    elif not head and not later and isinstance(model.strategy, MegatronStrategyConfig):
+    elif not head and not later and is_megatron:
         yield place, f"its safetensors have no {VALUE_HEAD}, the head that Megatron needs; use strategy.name: hf"
-    if not has_tokenizer(folder):
-        yield place, f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
-
-
-def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
-    if not isinstance(model.strategy, MegatronStrategyConfig):
-        return
+    if is_megatron and (family := raw.get("model_type")) not in SUPPORTED_TYPES:
+        yield f"{path}.strategy.name", f"model_type {family!r} does not run on Megatron ({', '.join(SUPPORTED_TYPES)} do); use hf"
+        is_megatron = False
     try:
-        if (family := read_config(model.path).get("model_type")) not in SUPPORTED_TYPES:
-            yield f"{path}.strategy.name", f"model_type {family!r} does not run on Megatron ({', '.join(SUPPORTED_TYPES)} do); use hf"
-            return
-    except ValueError:  # reported by _checkpoint
-        return
-    try:
-        read_hf_config(model.path, f"{path}.path")
+        require_tokenizer(folder)
+        if is_megatron:
+            read_hf_config(folder, place)
     except ValueError as error:
-        yield f"{path}.path", str(error).removeprefix(f"{path}.path: ")
+        yield place, str(error).removeprefix(f"{place}: ")
 
 
 def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> Mistakes:
@@ -93,12 +85,11 @@ def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> M
         if not lacks_weights(judge.path):
             stored_tensors(judge.path)
         wrong_settings(judge.path)
-        if not has_tokenizer(judge.path):
-            raise ValueError(f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})")
+        require_tokenizer(judge.path)
     except ValueError as error:
         yield f"{path}.path", str(error)
 
 
-REWARD_MODEL_CHECKS = (_used_model, _checkpoint, _family)
+REWARD_MODEL_CHECKS = (_used_model, _checkpoint)
 JUDGE_CHECKS = (_used_judge, _model_of_judge)
-SCORING_FILE_CHECKS = (_checkpoint, _family, _model_of_judge)
+SCORING_FILE_CHECKS = (_checkpoint, _model_of_judge)
