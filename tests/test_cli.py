@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -351,18 +350,6 @@ def test_a_sweep_of_nothing_or_of_a_million_is_refused(capsys: pytest.CaptureFix
     assert "these are 1,000,000 runs; at most 1,000 are started" in capsys.readouterr().err
     assert main(["run", "-m", "-cn", "tiny_grpo", "seed=1,2", "--cfg", "job"]) == 0
     assert "checking the configurations of 2 runs" in capsys.readouterr().err
-
-
-def test_a_check_looks_whether_a_judges_address_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as open_, socket.create_server(("127.0.0.1", 0)) as closed:
-        ports = [one.getsockname()[1] for one in (open_, closed)]
-        closed.close()
-        urls = ", ".join(f"http://127.0.0.1:{port}/v1" for port in ports)
-        reward = f"domains.add.reward={{name: judge, args: {{url: [{urls}], model: m}}}}"
-        assert main(["check", "-cn", "tiny_grpo", reward]) == 0
-    (note,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be reached" in line]
-    place = f"note: domains.add.reward.args.url.1: http://127.0.0.1:{ports[1]}/v1"
-    assert note.startswith(place) and "refused" in note
 
 
 MINE = "defaults: [tiny_grpo, _self_]\nexperiment: mine\ndomains: {make: null}\n"
