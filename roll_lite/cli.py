@@ -517,7 +517,8 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
     command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
     command.add_argument("--limit", type=_count, default=20, help="how many samples; 0 for all (default: %(default)s)")
-    command.add_argument(
+    source = command.add_mutually_exclusive_group()
+    source.add_argument(
         "--responses",
         type=Path,
         help="score these in place of the reference answers: a .jsonl file with `response` and `prompt_uid` or `prompt` in every line, "
@@ -526,7 +527,7 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--episodes", type=_count, metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
     )
-    command.add_argument("--column", help="take the responses from this column of the domain's data")
+    source.add_argument("--column", help="take the responses from this column of the domain's data")
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:
