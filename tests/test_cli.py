@@ -405,7 +405,7 @@ def test_what_is_known_of_an_incomplete_configuration_is_shown(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["check", "-cn", name]) == 2
     said = capsys.readouterr().err
-    assert "megatron: TP 2 x DP 4" in said and "samples per step              1024" in said and "weights + KV cache" in said
+    assert "megatron: TP 2 x DP 4" in said and "samples per step        1024" in said and "weights + KV cache" in said
     assert "actor_train, actor_infer have 8 + 8 devices and no GPUs are visible here" in said
     assert said.count("has to be given") == 3 == said.count("  - ")
     float32 = ["model.dtype=float32", "actor_infer.strategy.quantization=none"]
