@@ -237,30 +237,14 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return notes on roles that share GPUs without taking turns: both stay loaded, or the engines of one do."""
-    if not gpus_visible():
-        return []
-    by_role = roles(config)
+    """Return notes on roles that share GPUs and both stay loaded."""
     notes = []
-    for (name, role), (other, its) in combinations(by_role.items(), 2):
-        shared = sorted(set(device_numbers(role.devices)) & set(device_numbers(its.devices)))
-        staying = [one for one, of in ((name, role), (other, its)) if not getattr(of, "offload", False)]
-        listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
-        if shared and len(staying) == 2:
+    staying = {name: role for name, role in roles(config).items() if not getattr(role, "offload", False)} if gpus_visible() else {}
+    for (name, role), (other, its) in combinations(staying.items(), 2):
+        if shared := sorted(set(device_numbers(role.devices)) & set(device_numbers(its.devices))):
+            listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
             notes.append(f"{name} and {other} share device {listed} and both stay in its memory; set offload: true for both, or move one")
-        elif shared and staying and (left := _free_memory_share(by_role[staying[0]])) is not None:
-            remedy = f"lower {staying[0]}.strategy.gpu_memory_utilization, or set {staying[0]}.offload: true"
-            comes = other if staying == [name] else name
-            notes.append(f"{staying[0]} stays on device {listed} and leaves {left:.0%} of its memory to {comes}, which comes in; {remedy}")
     return notes
-
-
-def _free_memory_share(role: Role) -> float | None:
-    """Share of GPU memory that a role's engines leave free; None if unknown."""
-    strategy = getattr(role, "strategy", None)
-    if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
-        return None
-    return 1 - strategy.gpu_memory_utilization
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:
