@@ -42,7 +42,7 @@ from roll_lite.files import CONFIGS, STARTERS, absolute_path, read_text
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
-from roll_lite.rewards.registry import address_notes, check_rewards
+from roll_lite.rewards.registry import check_rewards
 
 PROJECTS = ("roll", "verl", "openrlhf")
 WRONG_CONFIGURATION = 2
@@ -170,7 +170,7 @@ def _tables(config: RunConfig) -> str:
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
         with suppress(Refused):
             parts.append(part())
-    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config, resumption_notes, address_notes), *of_machine]))
+    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config, resumption_notes), *of_machine]))
     return "".join(f"\n{part}\n" for part in parts if part)
 
 
@@ -517,7 +517,8 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
     command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
     command.add_argument("--limit", type=_count, default=20, help="how many samples; 0 for all (default: %(default)s)")
-    command.add_argument(
+    source = command.add_mutually_exclusive_group()
+    source.add_argument(
         "--responses",
         type=Path,
         help="score these in place of the reference answers: a .jsonl file with `response` and `prompt_uid` or `prompt` in every line, "
@@ -526,7 +527,7 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--episodes", type=_count, metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
     )
-    command.add_argument("--column", help="take the responses from this column of the domain's data")
+    source.add_argument("--column", help="take the responses from this column of the domain's data")
 
 
 def _plan_options(command: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from roll_lite.config.checks.functions import parameters_of
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
-from roll_lite.config.schema.base import Refused, readable
+from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
 from roll_lite.config.schema.losses import CustomLossConfig
 from roll_lite.config.schema.models import (
@@ -19,7 +19,6 @@ from roll_lite.config.schema.models import (
     JudgeServerConfig,
     LoraConfig,
     MegatronStrategyConfig,
-    OptimizerConfig,
     RewardModelConfig,
     TrainRoleConfig,
 )
@@ -93,7 +92,6 @@ class DomainArithmetic:
 class BatchArithmetic:
     clusters: dict[str, ClusterArithmetic]
     passes: tuple[PassArithmetic, ...]
-    learning_rates: dict[str, str]
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
@@ -311,11 +309,9 @@ def derive(config: RunConfig) -> BatchArithmetic:
     )
     samples = sum((domain.samples_per_step for domain in domains), Fraction(0))
     clusters = {name: _cluster(name, by_role) for name in by_role}
-    trained = {name: role.optimizer for name, role in by_role.items() if isinstance(role, TrainRoleConfig)}
     return BatchArithmetic(
         clusters=clusters,
         passes=tuple(_passes(config, by_role, domains)),
-        learning_rates=dict(readable((name, _learning_rate(optimizer, updates(config, name))) for name, optimizer in trained.items())),
         domains=domains,
         prompts_per_step=prompts,
         samples_per_step=samples,
@@ -326,16 +322,6 @@ def derive(config: RunConfig) -> BatchArithmetic:
         engine_replicas=clusters["actor_infer"].copies if generates(config) else 0,
         device_count=len({device for cluster in clusters.values() for device in cluster.devices}),
     )
-
-
-def _learning_rate(optimizer: OptimizerConfig, total: int) -> str:
-    lr, warmup, decay, least = optimizer.lr, optimizer.warmup_steps, optimizer.decay, f"{optimizer.min_lr:g}"
-    if warmup > total:
-        return f"rises over {warmup} updates; the {total} of this run take it to {lr * total / warmup:g}"
-    rise = f"rises to {lr:g} over {warmup} of {total} updates" if warmup else f"{lr:g} at first, {total} updates"
-    if decay == "wsd":
-        return f"{rise}, constant until the last {optimizer.decay_steps}, then {optimizer.decay_shape} to {least}"
-    return f"{rise}, {'constant' if decay == 'constant' else f'then {decay} to {least}'}"
 
 
 def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:

@@ -17,15 +17,13 @@ def render(arithmetic: BatchArithmetic) -> str:
         domains.append([one.name, f"{float(one.share):.1%}", *counts])
     passes = []
     for each in arithmetic.passes:
-        rows = str(each.rows) if each.most_rows == each.rows else f"{each.rows} (at most {each.most_rows})"
-        passes.append([each.role, each.what, rows, str(each.micro_batches), f"{each.tokens} tokens"])
+        passes.append([each.role, each.what, str(each.rows), str(each.micro_batches), f"{each.tokens} tokens"])
     updates = f"{arithmetic.updates_per_step} (ppo_epochs {arithmetic.ppo_epochs} x mini_batches {arithmetic.mini_batches})"
     batch = {
         "prompts per step": str(arithmetic.prompts_per_step),
         "samples per step": _number(arithmetic.samples_per_step),
         "samples per mini-batch": _number(arithmetic.mini_batch_samples),
         "updates per step": updates if passes else "",
-        **{f"learning rate of {role}": words for role, words in arithmetic.learning_rates.items()},
         "longest sequence": f"{arithmetic.max_model_len} tokens",
         "engine replicas": str(arithmetic.engine_replicas or ""),
         "devices in all": str(arithmetic.device_count),

@@ -9,7 +9,6 @@ from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.across import Check, check
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
-from roll_lite.config.compose.overrides import is_sweep
 from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
@@ -57,7 +56,7 @@ def load_config(
     problems = [*composed.problems, *refused, *unplaceable, *check(config, further=further, files=files)]
     if weights and not problems and _fetch_weights(config, tell):
         problems = check(config, files=files)
-    problems = [_meant_for_a_sweep(_with_source(problem, composed.origins), overrides) for problem in problems]
+    problems = [_with_source(problem, composed.origins) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), config)
@@ -86,13 +85,6 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
     except ValueError as error:
         return Problem("--config-name", str(error), name)
     return Problem("--config-name", f"no {name}.yaml in {searched(folder.absolute())}; {suggestion(name, folder)}", name)
-
-
-def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
-    places = [text.lstrip("+").partition("=")[0] for text in overrides if is_sweep(text)]
-    if not problem.message.startswith("expected ") or not any(f"{problem.path}.".startswith(f"{place}.") for place in places):
-        return problem
-    return replace(problem, message=f"{problem.message}; a sweep is started by roll-lite run -m, one run for each value")
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:

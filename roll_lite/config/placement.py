@@ -13,8 +13,7 @@ from roll_lite.config.arithmetic import TRAINING_ROLES, Role, device_numbers, mo
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.models import ON_A_NODE, Devices, InferRoleConfig, JudgeServerConfig
-from roll_lite.config.schema.placement import PlacementConfig
-from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.run import PlacementConfig, RunConfig
 
 MODELS = ("actor_train", "reference", "critic", "reward_models")
 GROUPS: Mapping[str, Sequence[Sequence[str]]] = {

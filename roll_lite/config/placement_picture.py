@@ -7,8 +7,7 @@ from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numb
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind, startable
 from roll_lite.config.placement import engines, nodes_of_engine, ranges
-from roll_lite.config.schema.placement import PlacementConfig
-from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.run import PlacementConfig, RunConfig
 
 IN_WORDS = {TRAINING: "all", SERVING: "weights + KV cache"}
 LEGEND = "(...): there, but idle. 1., 2.: one after the other. all: weights, gradients, optimizer"

@@ -55,6 +55,7 @@ def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozens
 class _Walker:
     broken: frozenset[Path]
     problems: list[Problem] = field(default_factory=list)
+    entries: dict[Path, list[str]] = field(default_factory=dict)
 
     def section(self, cls: type[Section], data: Any, path: Path) -> Section | _Invalid:
         if data is None and "enabled" in cls.model_fields:
@@ -76,7 +77,9 @@ class _Walker:
                 refused.append(name)
             elif info.is_required():
                 refused.append(name)
-                self.problems.append(Missing(dotted(here), f"is missing; expected {_expected(info)}"))
+                others = [one for one in self.entries.get(path[:-1], []) if one != path[-1]]
+                hint = or_nearest(path[-1], others) if others else ""
+                self.problems.append(Missing(dotted(here), f"is missing; expected {_expected(info)}{hint}"))
         built = cls.model_construct(**values)
         for name in refused:
             built.__dict__.pop(name, None)
@@ -100,7 +103,7 @@ class _Walker:
             self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else hint))
             return _INVALID
         if isinstance(value, dict):
-            self._report_misspelt_entries(shape.variants[0], value, path)
+            self.entries[path] = list(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         built = {key: self._item(shape.variants, item, (*path, str(key))) for key, item in items}
         return built if isinstance(value, dict) else list(built.values())
@@ -113,15 +116,6 @@ class _Walker:
         hollow = variants[0].model_construct()
         hollow.__dict__.clear()
         return hollow
-
-    def _report_misspelt_entries(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
-        """Report entries that look like a misspelt duplicate: no required key, and a name close to a complete entry's."""
-        needed = {name for name, info in cls.model_fields.items() if info.is_required()}
-        for name, item in items.items():
-            others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
-            if isinstance(item, dict) and not needed & item.keys() and close_names(name, others):
-                self._refuse((*path, name), NO_VALUE, f"has no {' and '.join(sorted(needed))}; {did_you_mean(name, others)}")
-                self.broken |= {(*path, name)}
 
     def _leaf(self, cls: type[Section], name: str, info: FieldInfo, value: Any, path: Path) -> Any:
         try:

@@ -56,9 +56,6 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {split: files for split, files in (("train", data.train), ("validation", data.validation)) if files is not None}
-    for split, files in given.items():
-        for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
-            yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
     for split, file in [(split, file) for split, files in given.items() for file in paths_of(files)]:
         place, preset = f"{path}.data.{split}", data.preset_of(split)
         scan = _Scan(_columns(path, domain, split), data, owners)
@@ -239,8 +236,6 @@ def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Proble
         yield Problem(f"{path}.data.tags", "there is no column to look for them; name it with `tag`, or remove them", data.tags)
     if data.tag is not None and not data.tags:
         yield Problem(f"{path}.data.tag", "which rows are this domain's? List their tags in `tags`, or remove it", data.tag)
-    for tag in sorted({tag for tag in data.tags if data.tags.count(tag) > 1}):
-        yield Problem(f"{path}.data.tags", f"{tag!r} stands there twice", data.tags)
     name = path.removeprefix("domains.")
     for other, its in config.domains.items():
         if other == name:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,15 +33,11 @@ class PromptSet:
     def __init__(self, domain: str) -> None:
         self.domain = domain
         self.left_out: Counter[str] = Counter()
-        # Token ids are in one array and pickled rows in one buffer, since Python objects would take several times the memory.
-        self._ids = array("i")
-        self._id_ends = array("q", [0])
-        self._rows = bytearray()
-        self._row_ends = array("q", [0])
-        self._weights = array("d")
+        # Rows are pickled and token ids are bytes, since Python objects would take several times the memory.
+        self._ids: list[bytes] = []
+        self._rows: list[bytes] = []
+        self._weights: list[float] = []
         self.parts: list[int] = []
-        self._names: list[tuple[str, ...]] = []
-        self._numbers: dict[tuple[str, ...], int] = {}
 
     def add(
         self,
@@ -54,17 +49,9 @@ class PromptSet:
         question: Any = None,
     ) -> None:
         """Append a prompt. `weight`: loss weight of its samples. `question`: the prompt without template."""
-        columns = columns or {}
-        names = tuple(columns)
-        if names not in self._numbers:
-            self._numbers[names] = len(self._names)
-            self._names.append(names)
-        self._ids.extend(token_ids)
-        self._id_ends.append(len(self._ids))
+        self._ids.append(np.array(token_ids, np.int32).tobytes())
         # An answer or question that is also a column's value is pickled once.
-        kept = (text, question, answer, self._numbers[names], tuple(columns.values()))
-        self._rows += pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
-        self._row_ends.append(len(self._rows))
+        self._rows.append(pickle.dumps((text, question, answer, dict(columns or {})), pickle.HIGHEST_PROTOCOL))
         self._weights.append(weight)
 
     def __len__(self) -> int:
@@ -73,10 +60,8 @@ class PromptSet:
     def __getitem__(self, uid: int) -> Prompt:
         if not 0 <= uid < len(self):
             raise IndexError(f"prompt {uid} of {len(self)}")
-        ids = tuple(self._ids[self._id_ends[uid] : self._id_ends[uid + 1]])
-        row = memoryview(self._rows)[self._row_ends[uid] : self._row_ends[uid + 1]]
-        text, question, answer, names, values = pickle.loads(row)
-        columns = dict(zip(self._names[names], values, strict=True))
+        ids = tuple(np.frombuffer(self._ids[uid], np.int32).tolist())
+        text, question, answer, columns = pickle.loads(self._rows[uid])
         return Prompt(self.domain, uid, text, ids, answer, columns, self._weights[uid], question)
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -84,7 +69,7 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
-        return int(np.diff(self._id_ends).max())
+        return max(map(len, self._ids)) // np.dtype(np.int32).itemsize
 
     def counts(self) -> str:
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from roll_lite.config.arithmetic import device_numbers
 from roll_lite.config.placement import describe, nodes_of, ranges
 from roll_lite.config.schema.models import Devices
-from roll_lite.config.schema.placement import PlacementConfig
+from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001

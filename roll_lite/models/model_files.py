@@ -209,8 +209,9 @@ def head_beside_tied_embeddings(folder: Path) -> str | None:
     )
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any(kind_of(folder / name) for name in TOKENIZER_FILES)
+def require_tokenizer(folder: Path) -> None:
+    if not any(kind_of(folder / name) for name in TOKENIZER_FILES):
+        raise ValueError(f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})")
 
 
 def chat_templates(folder: Path) -> list[str]:

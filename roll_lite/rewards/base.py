@@ -6,7 +6,6 @@ score: otherwise the policy could learn to have wrong responses left out.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import numbers
@@ -116,20 +115,12 @@ class RewardFunction:
         self.at_once = self.type.at_once()
         self._function = function
         self._args = dict(args)
-        self._runner: asyncio.Runner | None = None
-
-    def __call__(self, item: RewardInput) -> Score:
-        return self.run(self.score(item))
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run a coroutine of `score` or `scores` outside an event loop. An async function keeps its loop, hence its connections, between
-        calls."""
-        if self.is_async:
-            self._runner = self._runner or asyncio.Runner()
-            return self._runner.run(scoring)
+        """Run a coroutine of `score` or `scores` of a sync function, which never awaits, without an event loop."""
         try:
             scoring.send(None)
-        except StopIteration as end:  # a sync function never awaits
+        except StopIteration as end:
             return end.value
         raise AssertionError("a sync function that waits")
 
@@ -149,11 +140,6 @@ class RewardFunction:
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         """Score a list in one call. RewardFailed if the whole call failed; the caller then scores each sample alone."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
-
-    def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-            self._runner = None
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
         with self._failures():

@@ -7,17 +7,18 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import mean, median
-from typing import Annotated, Any
+from statistics import mean
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 from rich import box
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -44,6 +45,7 @@ REFERENCES_SHOWN = 10
 COLUMNS = {"prompt #": 0, "prompt": 4, "response": 3, "answer": 2, "extracted": 2, "score": 0, "verdict": 2, "format": 0, "time": 0}
 
 Try = tuple[Prompt, str, str]
+Item = TypeVar("Item")
 
 
 class Given(BaseModel):
@@ -90,8 +92,6 @@ def preview(config: RunConfig, look: Look) -> int:
     title = "responses" if look.responses else "reference answers" if look.column is None else f"responses of column {look.column}"
     references = None
     try:
-        if look.responses is not None and look.column is not None:
-            raise ValueError(f"--column: {look.column!r} would be ignored, --responses says where the responses are; give one of them")
         name = chosen_domain(config, look.domain)
         domain, path = config.domains[name], f"domains.{name}.reward"
         built_in = typed_reward(domain.reward.name, domain.reward.args, path) if domain.reward.name in REWARDS else None
@@ -99,13 +99,12 @@ def preview(config: RunConfig, look: Look) -> int:
             raise ValueError(f"{path}.name: {domain.reward.name!r} is scored by processes that only a run starts")
         prompts, tries = _tries(name, config, look, built_in)
         with closing(RewardProcess(domain.reward, path)) as reward:
-            for prompt, response, reason in tries:
+            for prompt, response, reason in _tracked(tries):
                 score, seconds = reward.score(RewardInput.of(prompt, response, reason))
                 looked.append(Looked(prompt, response, score, seconds))
-                _progress(len(looked), len(tries))
         if built_in is not None and built_in.reads_answer_first:
             limit_s = None if look.limit is None else REFERENCES_S
-            references = read_references(domain.reward, path, prompts, limit_s, lambda read: _progress(read, len(prompts)))
+            references = read_references(domain.reward, path, prompts, limit_s)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_USE
@@ -133,10 +132,8 @@ def chosen_domain(config: RunConfig, name: str | None) -> str:
     return name
 
 
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{done} of {total}" if done < total else "\r\033[K")
-        sys.stderr.flush()
+def _tracked(items: Sequence[Item]) -> Iterable[Item]:
+    return track(items, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 # ---------------------------------------------------------------- responses
@@ -214,20 +211,17 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 # ---------------------------------------------------------------- references
 
 
-def read_references(
-    config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None, progress: Callable[[int], None]
-) -> References:
+def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
     """Find reference answers that the reward cannot read, in random order for at most `seconds` (None: no limit)."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:
         until = math.inf if seconds is None else time.monotonic() + seconds
-        for number in random.Random(0).sample(range(len(prompts)), len(prompts)):
+        for number in _tracked(random.Random(0).sample(range(len(prompts)), len(prompts))):
             if time.monotonic() >= until:
                 break
             score, _ = reward.score(RewardInput.of(prompts[number], "", FinishReason.STOP))
             read[prompts[number].uid] = score if isinstance(score, str) else None
-            progress(len(read))
     return References(len(prompts), {uid: cause for uid, cause in sorted(read.items()) if cause is not None}, len(read))
 
 
@@ -236,10 +230,8 @@ def read_references(
 
 def render(looked: Sequence[Looked], title: str) -> None:
     _print(_table(looked))
-    for cause, prompts in _causes(looked).items():
-        more = ", ..." if len(prompts) > 5 else ""
-        listed = ", ".join(map(str, prompts[:5]))
-        _print(Text(f"failed {len(prompts)} x (prompt {listed}{more}): {cause}", style="red"))
+    for cause, count in Counter(one.score for one in looked if isinstance(one.score, str)).most_common():
+        _print(Text(f"failed {count} x: {cause[:LONGEST_CAUSE]}", style="red"))
     _print(Text(summary(looked, title)))
 
 
@@ -264,10 +256,7 @@ def summary(looked: Sequence[Looked], title: str) -> str:
     correct = sum(score.is_correct for score in scores)
     correct_of_all = f"{len(looked)} {title}: {correct} correct ({correct / len(looked):.0%})"
     parts = [correct_of_all, f"{len(scores) - correct} wrong", f"{len(looked) - len(scores)} failed"]
-    slowest = max(looked, key=lambda one: one.seconds)
-    times = f"median {_time(median(one.seconds for one in looked))}, slowest {_time(slowest.seconds)} (prompt {slowest.prompt.uid})"
-    value = f"; mean score {mean(score.value for score in scores):.4g}" if scores else ""
-    return f"{', '.join(parts)}{value}; {times}"
+    return ", ".join(parts) + (f"; mean score {mean(score.value for score in scores):.4g}" if scores else "")
 
 
 def _table(looked: Sequence[Looked]) -> Table:
@@ -308,8 +297,3 @@ def _short(text: str) -> str:
 
 def _time(seconds: float) -> str:
     return f"{seconds * 1000:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _causes(looked: Sequence[Looked]) -> dict[str, list[int]]:
-    counted = Counter(one.score for one in looked if isinstance(one.score, str))
-    return {cause[:LONGEST_CAUSE]: [one.prompt.uid for one in looked if one.score == cause] for cause, _ in counted.most_common()}

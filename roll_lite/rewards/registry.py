@@ -1,20 +1,14 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
-from socket import create_connection
-from threading import Thread
-from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
 from roll_lite.config.checks.functions import check_function
-from roll_lite.config.checks.secrets import texts_in
 from roll_lite.config.problems import NO_VALUE, Problem, did_you_mean
 from roll_lite.config.schema.base import readable
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
@@ -22,7 +16,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import section_from
 from roll_lite.data.check import columns_missing
 from roll_lite.data.user_function import load_function, nearest_aside
-from roll_lite.files import first_line
 from roll_lite.rewards.base import RewardFunction, RewardType, hints_of
 from roll_lite.rewards.terms import Reward, Term, labels_of
 
@@ -105,37 +98,9 @@ def _converted(value: Any, hint: Any, path: str) -> Any:
         raise ValueError(f"{path}: {value!r}: {error.errors()[0]['msg']}") from error
 
 
-ADDRESS = re.compile(r"https?://[^/?#\s]", re.IGNORECASE)
-LOOK_S = 2.0
-
-
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
     for name, domain in config.domains.items():
         yield from readable(_reward(config, f"domains.{name}.reward", domain) if "reward" in vars(domain) else ())
-
-
-def address_notes(config: RunConfig) -> list[str]:
-    """List unreachable URLs of rewards. Only notes: a service may start later, or be reachable from other machines only."""
-    sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
-    addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
-    silent: dict[str, str] = {}
-    looks = [Thread(target=_look, args=(address, silent), daemon=True) for address in addresses]
-    for look in looks:
-        look.start()
-    until = monotonic() + 2 * LOOK_S
-    for look in looks:
-        look.join(max(0.0, until - monotonic()))
-    reasons = {address: silent.get(address, "no answer yet") for address in addresses}
-    return [f"{addresses[address]}: {address} cannot be reached from here ({why})" for address, why in reasons.items() if why]
-
-
-def _look(address: str, silent: dict[str, str]) -> None:
-    parts = urlsplit(address)
-    try:
-        with create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S):
-            silent[address] = ""
-    except (OSError, ValueError) as error:
-        silent[address] = first_line(error)
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

@@ -31,16 +31,6 @@ class Reward:
         self.is_async = any(function.is_async for function in self.functions)
         self.is_batched = any(function.is_batched for function in self.functions)
 
-    def __call__(self, item: RewardInput) -> Score:
-        results: list[Score | RewardFailed] = []
-        for function in self.functions:
-            try:
-                results.append(function(item))
-            except RewardFailed as failure:
-                results.append(failure)
-                break
-        return self.combined(results)
-
     def combined(self, results: Sequence[Score | RewardFailed | None]) -> Score:
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
@@ -63,10 +53,6 @@ class Reward:
 
     def describe(self) -> str:
         return "; ".join(filter(None, (function.type.describe() for function in self.functions)))
-
-    def close(self) -> None:
-        for function in self.functions:
-            function.close()
 
 
 def labels_of(names: Sequence[str]) -> list[str]:

@@ -10,8 +10,8 @@ import contextlib
 import errno
 import fcntl
 import glob
-import itertools
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -44,9 +44,7 @@ SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that programs may use. Not /dev/zero: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
-REMOVED = "removed-"
 DEEPEST = 256
-DEEPEST_OPEN = 100
 BLOCK = 512
 SHARED = "/dev/shm"
 WORK = "/sandbox"
@@ -197,52 +195,12 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    with contextlib.suppress(OSError):
-        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            moved, names = itertools.count(), [""]
-            while names:  # folders nested too deeply are moved to the top, and removed from there
-                names = [new for name in names for new in _empty(name, top, top, moved, 0)]
-        finally:
-            os.close(top)
-        os.rmdir(folder)  # noqa: PTH106
-
-
-def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """Empty and remove a folder; the top folder (`name` is empty) is only emptied. Folders nested too deeply are moved to the top folder;
-    returns their new names."""
-    found = list[str]()
-    with contextlib.suppress(OSError):
-        if name:
-            os.chmod(name, 0o700, dir_fd=parent)
-        place = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        try:
-            with os.scandir(place) as entries:
-                inside = sorted((entry.inode(), entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
-            for _, inner, is_folder in inside:
-                with contextlib.suppress(OSError):
-                    if not is_folder:
-                        os.unlink(inner, dir_fd=place)
-                    elif depth < DEEPEST_OPEN:
-                        try:
-                            os.rmdir(inner, dir_fd=place)
-                        except OSError:  # not empty
-                            found.extend(_empty(inner, place, top, moved, depth + 1))
-                    else:
-                        os.chmod(inner, 0o700, dir_fd=place)
-                        new = _free_name(top, moved)
-                        os.rename(inner, new, src_dir_fd=place, dst_dir_fd=top)
-                        found.append(new)
-        finally:
-            os.close(place)
-        if name:
-            os.rmdir(name, dir_fd=parent)
-    return found
-
-
-def _free_name(folder: int, numbers: Iterator[int]) -> str:
-    names = (f"{REMOVED}{number}" for number in numbers)
-    return next(name for name in names if not os.access(name, os.F_OK, dir_fd=folder, follow_symlinks=False))
+    """Remove a folder, however deep, and with folders that its program made unreadable."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.isdir(folder):  # noqa: PTH112
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            os.spawnvp(os.P_WAIT, command[0], [*command, "--", folder])
 
 
 def claim(folder: str) -> int:

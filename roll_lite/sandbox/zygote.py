@@ -44,7 +44,6 @@ LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
 PATIENCE_S = 5.0
-LEFT, MOST_LEFT = "left-", 4
 M_ARENA_MAX = -8
 PIDFD_OPEN = 434
 
@@ -60,12 +59,9 @@ def main(control: int, settings: dict[str, Any]) -> None:
         folder = tempfile.mkdtemp(prefix=FOLDER)
         claim(folder)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    left, say_left = os.pipe()
     if pid := os.fork():
         line.close()
-        os.close(say_left)
-        _clean_up_after(pid, folder, left)
-    os.close(left)
+        _clean_up_after(pid, folder)
     if isolation.kind == "namespaces":
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -90,17 +86,14 @@ def main(control: int, settings: dict[str, Any]) -> None:
     counted = {"counted": list(group.counts), "group": group.folder} if group is not None else {"counted": [], "group": ""}
     line.sendall(json.dumps({"kind": isolation.kind, "held": isolation.held, "why_not": isolation.why_not, **counted}).encode() + b"\n")
     try:
-        Zygote(line, isolation, settings["readable"], folder, group, say_left).serve()
+        Zygote(line, isolation, settings["readable"], folder, group).serve()
     finally:
         remove_folder(folder)
 
 
-def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """Remove folders of ended programs when the pipe `left` signals one. Once the zygote has ended, kill its remaining processes."""
+def _clean_up_after(zygote: int, folder: str) -> NoReturn:
+    """Wait for the end of the zygote, kill its remaining processes and remove the folder."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
-    while os.read(left, 1):
-        for old in _left_folders(folder):
-            remove_folder(old)
     os.waitpid(zygote, 0)
     if folder:
         kill_descendants()
@@ -108,21 +101,13 @@ def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
     os._exit(0)
 
 
-def _left_folders(folder: str) -> list[str]:
-    return [f"{folder}/{name}" for name in os.listdir(folder) if name.startswith(LEFT)]  # noqa: PTH208
-
-
 class Zygote:
-    def __init__(
-        self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None, say_left: int
-    ) -> None:
-        """`folder`: parent of the programs' folders; "" with namespaces. `say_left`: pipe to tell the parent process of folders to
-        remove."""
+    def __init__(self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None) -> None:
+        """`folder`: parent of the programs' folders; "" with namespaces."""
         self._line = line
         self._isolation = isolation
         self._readable = readable
         self._parent = folder
-        self._say_left = say_left
         self._namespaces = isolation.kind == "namespaces"
         self._group = group
         self._usage = Usage(group, self._namespaces)
@@ -185,10 +170,7 @@ class Zygote:
         try:
             yield folder
         finally:
-            for old in _left_folders(self._parent)[MOST_LEFT:]:
-                remove_folder(old)
-            os.rename(folder, f"{self._parent}/{LEFT}{os.path.basename(folder)}")  # noqa: PTH104, PTH119
-            os.write(self._say_left, b"x")
+            remove_folder(folder)
 
     def _child(self, limits: dict[str, Any], files: list[int], folder: str, say_ready: int) -> None:
         say, (order, *own) = say_ready, files

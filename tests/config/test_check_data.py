@@ -52,7 +52,6 @@ def test_several_files_with_and_without_shares(project: Project) -> None:
     }
     for files, place, message in (
         ("[rows.parquet, gone.parquet]", f"{COPY}.train", "no such file"),
-        ("[rows.parquet, rows.parquet]", f"{COPY}.train", "stands there twice"),
         ("[rows.parquet, other.parquet]", f"{COPY}.answer", "no such column"),
         ("[]", f"{COPY}.train", "expected path or list of (path), at least one or mapping of name to (number > 0), at least one"),
         ("{rows.parquet: 0}", f"{COPY}.train", "expected path or list"),
@@ -242,7 +241,6 @@ def test_tags_and_their_column_belong_together(project: Project) -> None:
     assert told(project, copy("tags: [a]")) == [(f"{COPY}.tags", "there is no column to look for them; name it with `tag`, or remove them")]
     message = dict(told(project, copy("train: tagged.jsonl, tag: task")))[f"{COPY}.tag"]
     assert "List their tags in `tags`" in message
-    assert (f"{COPY}.tags", "'a' stands there twice") in told(project, copy("train: tagged.jsonl, tag: task, tags: [a, a]"))
     assert (f"{COPY}.tag", f"{project.folder}/tagged.jsonl has no such column; did you mean 'task'?") in told(
         project, copy("train: tagged.jsonl, tag: tsk, tags: [a]")
     )

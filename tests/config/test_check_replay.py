@@ -59,7 +59,6 @@ def test_what_belongs_to_another_mode_is_told(project: Project) -> None:
 def test_a_run_that_repeats_another_may_train_as_that_did(past: Project) -> None:
     assert told(past, *TRAIN) == {}
     assert told(past, *TRAIN, "replay.path=past") == {}, "the run's folder will do"
-    assert "rollout.dump" in told(past, *TRAIN, "rollout.dump=true")
 
 
 def test_data_and_rewards_that_nobody_reads_need_not_be_there(past: Project) -> None:

@@ -230,13 +230,6 @@ def test_heads_that_vllm_has_no_attention_for_on_a_cpu(project: Project, monkeyp
     assert project.problems() == []
 
 
-def test_a_reward_model_that_no_domain_uses_is_told_beside_code(project: Project) -> None:
-    judge = "judges: {main: {path: model}}\ndomains: {copy: {reward: {name: code}}}"
-    assert [problem.path for problem in project.problems_of(judge)] == ["judges.main"]
-    model = "reward_models: {main: {path: model}}\ndomains: {copy: {reward: {name: code}}}"
-    assert "reward_models.main" in [problem.path for problem in project.problems_of(model)]
-
-
 @pytest.mark.parametrize("value", ["[j]", "{j: 1}", "3"])
 def test_names_of_judges_are_texts(value: str, project: Project) -> None:
     problems = project.problems_of(
@@ -402,10 +395,6 @@ def test_roles_that_stay_on_the_same_gpus_are_told(project: Project, monkeypatch
     (note,) = sharing_notes(project.load(*both))
     assert note.startswith("actor_train and actor_infer share device 1 and both stay in its memory")
     assert sharing_notes(project.load(*both, "actor_infer.offload=true")) == []
-    stays = ("actor_train.offload=true", "actor_infer.strategy.kv_cache_mb=null", "actor_infer.strategy.gpu_memory_utilization=0.9")
-    (note,) = sharing_notes(project.load(*both, *stays))
-    assert note.startswith("actor_infer stays on device 1 and leaves 10% of its memory to actor_train, which comes in; lower")
-    assert sharing_notes(project.load(*both, *stays, "actor_infer.strategy.kv_cache_mb=500")) == [], "what it takes is given"
     assert sharing_notes(project.load("actor_train.devices=[0]", "actor_infer.devices=[1]")) == []
 
 

@@ -13,8 +13,7 @@ from roll_lite.config.arithmetic import derive, device_numbers, roles
 from roll_lite.config.checks import layout
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.placement import describe, engines, nodes_of_engine
-from roll_lite.config.schema.placement import PlacementConfig
-from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.run import PlacementConfig, RunConfig
 
 PPO = """
 algorithm: {advantage: {name: gae}, kl_in_reward: {coef: 0.1}}

@@ -79,11 +79,3 @@ def test_what_a_sweep_makes_of_an_override(text: str, expected: list[str]) -> No
 def test_what_no_sweep_is_made_of(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
         alternatives(text)
-
-
-def test_values_of_a_sweep_outside_of_one_say_how_it_is_started(project: Project) -> None:
-    for override in ("steps=1,2", "steps=range(1,4)", "actor_infer.strategy=vllm,sglang", "+steps=choice(1,2)"):
-        (problem,) = project.problems(override)
-        assert problem.message.startswith("expected ") and "roll-lite run -m" in problem.message
-    for override in ("steps=none", "steps=[1,2]", "domains.add.template.text='{promt}, please'"):
-        assert all("run -m" not in problem.message for problem in project.problems(override))

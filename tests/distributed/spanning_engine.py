@@ -16,8 +16,7 @@ from engine_harness import PROMPT, SHARPNESS, export_plan, random_state
 from support_models import load_hf, make_model, make_tiny_model
 
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
-from roll_lite.config.schema.placement import PlacementConfig
-from roll_lite.config.schema.run import RayConfig
+from roll_lite.config.schema.run import PlacementConfig, RayConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, RankFailed, actor_options, start_cluster
 from roll_lite.distributed.liveness import is_running

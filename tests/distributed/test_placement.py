@@ -8,7 +8,7 @@ import pytest
 import ray
 from cluster_workers import Adder
 
-from roll_lite.config.schema.placement import PlacementConfig
+from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed import placement
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import Node, Placement, PlacementTimeout

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 PLACING = """
 import ray
 from cluster_workers import Adder, Collective
-from roll_lite.config.schema.placement import PlacementConfig
+from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.config.schema.run import (RayConfig)
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import Placement, PlacementTimeout

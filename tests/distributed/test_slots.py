@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll_lite.config.schema.models import InferRoleConfig, VllmStrategyConfig
-from roll_lite.config.schema.placement import PlacementConfig
+from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.cluster import ClusterSpec
 from roll_lite.distributed.placement import Device, Placement, Slot, _gpu_order
 from roll_lite.pipeline.build import Starter

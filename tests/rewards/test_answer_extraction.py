@@ -2,12 +2,12 @@ r"""Where answers stand: nested and unfinished tags and boxes."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from support_cases import cases
+from support_rewards import score_of
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
@@ -89,8 +89,8 @@ ANSWERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(("type_", "response", "cut", "ended"), cases("rewards/cut_answers"))
 def test_every_type_has_the_same_rule(type_: str, response: str, cut: int, ended: int) -> None:
     answer, args, columns = ANSWERS[type_]
-    with closing(build_reward(RewardConfig(name=type_, args=args))) as reward:
-        values = [reward(replace(sample_of(response, reason), answer=answer, columns=columns)).value for reason in ("length", "stop")]
+    reward = build_reward(RewardConfig(name=type_, args=args))
+    values = [score_of(reward, replace(sample_of(response, reason), answer=answer, columns=columns)).value for reason in ("length", "stop")]
     assert values == [cut, ended]
 
 
@@ -100,7 +100,7 @@ def test_what_looks_at_the_whole_response_finds_none_where_it_was_cut() -> None:
     asked = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     for reward, response in ((exact, "Paris\n"), (instruction, "No such mark here.\n")):
         for reason, value in (("stop", 1.0), ("length", 0.0)):
-            score = reward(replace(sample_of(response, reason), answer="Paris", columns=asked))
+            score = score_of(reward, replace(sample_of(response, reason), answer="Paris", columns=asked))
             assert score.value == value and (score.details.get("verdict") == "cut at its limit of tokens") is (reason == "length")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support_rewards import score_of
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction, RewardType, to_score
@@ -19,7 +20,7 @@ HUGE = 10**400
 def test_a_number_beyond_floats_is_a_failure_as_infinity_is(result: Any) -> None:
     function = RewardFunction("mine", lambda _: result, {})
     with pytest.raises(RewardFailed, match="which is not finite"):
-        function(RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
+        score_of(function, RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
 
 
 def test_a_number_beyond_float32_is_a_failure_of_its_function_or_of_the_sum() -> None:
@@ -30,7 +31,7 @@ def test_a_number_beyond_float32_is_a_failure_of_its_function_or_of_the_sum() ->
         to_score(1e39, "mine")
     whole = Reward(RewardFunction("mine", lambda _: 3e38, {}), [Term("short", 1.0, RewardFunction("s", lambda _: 3e38, {}))])
     with pytest.raises(RewardFailed, match=r"reward mine with its terms: returned 6e\+38"):
-        whole(sample)
+        score_of(whole, sample)
 
 
 def test_a_huge_number_among_the_details_is_infinite() -> None:
@@ -45,7 +46,7 @@ def test_a_reward_may_say_which_answer_it_has_read() -> None:
     whole = Reward(
         RewardFunction("mine", lambda _: Score(1.0, answer="B"), {}), [Term("short", -0.5, RewardFunction("s", lambda _: 1.0, {}))]
     )
-    score = whole(RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
+    score = score_of(whole, RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
     assert (score.value, score.correct, score.answer) == (0.5, True, "B")
     assert score.terms == {"base": 1.0, "short": -0.5}, "what each adds"
 

@@ -79,7 +79,7 @@ def test_an_output_that_is_no_number_is_a_failure(output: float) -> None:
 def test_outside_of_a_run_there_is_no_model() -> None:
     function = build_reward(RewardConfig(name="model", args={"model": "helpful"}))
     with pytest.raises(RewardFailed, match="'helpful' scores within a run only"):
-        function(sample())
+        function.base.run(function.base.score(sample()))
 
 
 def test_arguments_are_checked_at_the_start() -> None:

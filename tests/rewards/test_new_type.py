@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from docs_pages import rewards
+from support_rewards import score_of
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
@@ -54,5 +55,5 @@ def test_it_is_documented() -> None:
 
 def test_it_runs() -> None:
     item = RewardInput("d", "p", "banana split", None, {}, "stop")
-    assert build_reward(RewardConfig(name="vowels"))(item).value == pytest.approx(4 / 11)
-    assert build_reward(RewardConfig(name="vowels", args={"least": 0.5}))(item).value == 0.0
+    assert score_of(build_reward(RewardConfig(name="vowels")), item).value == pytest.approx(4 / 11)
+    assert score_of(build_reward(RewardConfig(name="vowels", args={"least": 0.5})), item).value == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support_rewards import score_of
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
@@ -33,7 +34,7 @@ from roll_lite.rewards.text.instruction import InstructionReward
 def test_answers_as_responses(reward: str, args: dict[str, Any], answer: Any, response: str) -> None:
     typed = typed_reward(reward, args, "reward")
     assert typed.response_for(answer) == response
-    score = build_reward(RewardConfig(name=reward, args=args))(RewardInput("d", "p", response, answer, {}, "stop"))
+    score = score_of(build_reward(RewardConfig(name=reward, args=args)), RewardInput("d", "p", response, answer, {}, "stop"))
     assert score.is_correct
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support_rewards import score_of
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.running.batch_scorer import BatchScorer
 from roll_lite.rewards.terms import Reward
 
 ROOT = Path(__file__).parents[2]
@@ -83,22 +85,22 @@ def reward(type_: str, **args: Any) -> Reward:
 
 
 def test_built_in_rewards() -> None:
-    assert reward("math")(item("1/2", "0.5")).is_correct
-    assert reward("math", extract="boxed")(item("1/2", "0.5")).value == 0.0
-    assert reward("exact", ignore_case=True)(item("a", "A")) == Score(1.0, True, {"extracted": "a"}, answer="a")
+    assert score_of(reward("math"), item("1/2", "0.5")).is_correct
+    assert score_of(reward("math", extract="boxed"), item("1/2", "0.5")).value == 0.0
+    assert score_of(reward("exact", ignore_case=True), item("a", "A")) == Score(1.0, True, {"extracted": "a"}, answer="a")
     reward("math").warm()
     reward("exact").warm()
 
 
 def test_the_example_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    score = reward("examples.domains.reverse.score", partial_credit=0.5)
-    assert score(item(response=" enots\n", word="stone")) == Score(1.0)
-    assert score(item(response="enott", word="stone")).value == pytest.approx(0.5 * 4 / 5)
-    assert score(item(response="", word="stone")).value == 0.0
-    assert not score(item(response="", word="stone")).is_correct
+    function = reward("examples.domains.reverse.score", partial_credit=0.5)
+    assert score_of(function, item(response=" enots\n", word="stone")) == Score(1.0)
+    assert score_of(function, item(response="enott", word="stone")).value == pytest.approx(0.5 * 4 / 5)
+    assert score_of(function, item(response="", word="stone")).value == 0.0
+    assert not score_of(function, item(response="", word="stone")).is_correct
     with pytest.raises(RewardFailed, match=r"reward examples\.domains\.reverse\.score: KeyError: 'word' \(.*reverse\.py, line \d+\)"):
-        score(item(response="enots"))
+        score_of(function, item(response="enots"))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +120,9 @@ def test_the_example_domain(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_results_become_scores(returned: Any, score: Score) -> None:
     for function in (reward("own_rewards.from_answer"), reward("own_rewards.waits")):
-        found = function(item(returned))
+        found = score_of(function, item(returned))
         assert found == score and type(found.value) is float
         assert asyncio.run(function.base.score(item(returned))) == score
-        function.close()
 
 
 @pytest.mark.parametrize(
@@ -145,22 +146,18 @@ def test_results_become_scores(returned: Any, score: Score) -> None:
 def test_other_results_are_failures_never_zeros(returned: Any, problem: str) -> None:
     for function in (reward("own_rewards.from_answer"), reward("own_rewards.waits")):
         with pytest.raises(RewardFailed, match=problem):
-            function(item(returned))
-        function.close()
+            score_of(function, item(returned))
 
 
 def test_exceptions_are_failures_with_their_place() -> None:
     with pytest.raises(
         RewardFailed, match=r"reward own_rewards\.fails: ZeroDivisionError: division by zero \(.*own_rewards\.py, line 12\)"
     ) as caught:
-        reward("own_rewards.fails")(item())
+        score_of(reward("own_rewards.fails"), item())
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     late = reward("own_rewards.fails_late")
     with pytest.raises(RewardFailed, match="KeyError: 'late'"):
-        late(item())
-    with pytest.raises(RewardFailed, match="KeyError: 'late'"):
-        asyncio.run(late.base.score(item()))
-    late.close()
+        score_of(late, item())
 
 
 def test_failures_cross_processes() -> None:
@@ -174,10 +171,10 @@ def test_async_functions_keep_their_loop_and_overlap() -> None:
     function = reward("own_rewards.waits", seconds=0.2)
     assert function.is_async and not reward("own_rewards.from_answer").is_async
     own_rewards.LOOPS.clear()
-    function(item(1))
-    function(item(1))
+    scorer = BatchScorer(function, 60.0)
+    scorer.one(item(1))
+    scorer.one(item(1))
     assert own_rewards.LOOPS[0] is own_rewards.LOOPS[1]
-    function.close()
 
     async def many() -> float:
         loop = asyncio.get_running_loop()
@@ -191,14 +188,13 @@ def test_async_functions_keep_their_loop_and_overlap() -> None:
 
 def test_callable_objects() -> None:
     function = reward("own_rewards.judge", bonus=2)
-    assert function.is_async and function(item()).value == 3.0
-    function.close()
+    assert function.is_async and score_of(function, item()).value == 3.0
 
 
 def test_arguments_are_checked_and_converted_when_the_function_is_built() -> None:
-    score = reward("own_rewards.with_args", weight=2, mode="b", names=["x", "y"], other=1)(item())
+    score = score_of(reward("own_rewards.with_args", weight=2, mode="b", names=["x", "y"], other=1), item())
     assert score == Score(2.0, None, {"mode": "b", "names": "x+y", "rest": 1.0})
-    assert reward("own_rewards.unresolvable", x=3)(item()).value == 3.0
+    assert score_of(reward("own_rewards.unresolvable", x=3), item()).value == 3.0
     with pytest.raises(
         ValueError, match=r"own\.reward: 'own_rewards\.with_args' takes .*missing .*'weight'; its signature is \(sample, weight"
     ):

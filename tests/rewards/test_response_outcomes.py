@@ -113,9 +113,7 @@ def scorer(name: str, **more: Any) -> Iterator[tuple[BatchScorer, Any, dict[str,
     with StubServer(judge_with_a_short_context if name == "judge" else service_that_raises) as server:
         args = {**args, "url": server.url} if name in ("judge", "remote") else args
         config = RewardConfig(name=name, args={**args, **more}, timeout_s=120, format=FormatConfig(pattern=r"^\d+$"))
-        scoring, reward = BatchScorer.of(config, "reward")
-        with closing(reward):
-            yield scoring, answer, columns
+        yield BatchScorer.of(config, "reward")[0], answer, columns
 
 
 def sample(response: str, answer: Any = None, columns: Any = None) -> RewardInput:
@@ -200,13 +198,12 @@ def test_a_remote_service_that_answers_a_response_oddly_gives_it_0_and_others_th
 
     with StubServer(answer) as server:
         config = RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50}, timeout_s=60)
-        scoring, reward = BatchScorer.of(config, "reward")
-        with closing(reward):
-            results: dict[int, Any] = {}
-            scored = scoring({n: sample("attack" if n == 2 else "4") for n in range(4)}, 1.0)
-            while len(results) < 4:
-                results |= scored.results
-                scored = scoring({}, 1.0)
+        scoring, _ = BatchScorer.of(config, "reward")
+        results: dict[int, Any] = {}
+        scored = scoring({n: sample("attack" if n == 2 else "4") for n in range(4)}, 1.0)
+        while len(results) < 4:
+            results |= scored.results
+            scored = scoring({}, 1.0)
     assert [results[n].value for n in range(4)] == [0.5, 0.5, 0.0, 0.5]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support_cases import cases
+from support_rewards import score_of
 
 from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput
@@ -74,13 +75,13 @@ def test_terms_combine_with_any_reward() -> None:
             RewardTermConfig(name="format", args={"preset": "boxed"}, weight=2.0),
         ],
     )
-    score = build_reward(config)(item("aab", "aab"))
+    score = score_of(build_reward(config), item("aab", "aab"))
     assert score.correct is True
     assert score.value == pytest.approx(1 + 0.5 - 1 / 3 + 0.25)
     assert score.details["base"] == 1.0 and score.details["extracted"] == "aab"
     assert (score.details["length"], score.details["format"], score.details["format_2"]) == (1.0, 1.0, 0.0)
     assert score.details["length.characters"] == 3.0
-    wrong = build_reward(config)(item("ab", "aab"))
+    wrong = score_of(build_reward(config), item("ab", "aab"))
     assert wrong.correct is False and wrong.value == pytest.approx(0.75)
     with pytest.raises(ValueError, match=r"reward\.terms\.0\.args\.limt = 3: .*did you mean 'limit'"):
         build_reward(RewardConfig(name="exact", terms=[RewardTermConfig(name="length", args={"limt": 3})]))

@@ -124,7 +124,7 @@ def test_starting_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_folders_of_programs_go_while_others_run() -> None:
-    """They do not hold up the next program, and do not gather."""
+    """They do not gather."""
     sandbox = Sandbox("landlock")
     try:
         if sandbox.start().kind != "landlock":

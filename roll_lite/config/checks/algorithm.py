@@ -90,12 +90,6 @@ def _something_can_train(config: RunConfig) -> Mistakes:
         yield "algorithm.masks.response_tokens", f"no response is that long: the longest max_tokens is {longest}"
 
 
-def _keep_mask_has_a_use(config: RunConfig) -> Mistakes:
-    if config.rollout.keep_mask and not any(is_truncated(domain.sampling) for domain in config.domains.values()):
-        message = "no domain samples from a truncated distribution (top_p, top_k, min_p, min_tokens); every token is kept; remove it"
-        yield "rollout.keep_mask", message
-
-
 def _remax(config: RunConfig) -> Mistakes:
     """Refuse reward shaping: ReMax's baseline, a greedy sample's score, is not shaped."""
     if config.algorithm.advantage.name != "remax":
@@ -127,7 +121,6 @@ ALGORITHM_CHECKS = (
     _own_functions,
     _full_kl,
     _something_can_train,
-    _keep_mask_has_a_use,
     _remax,
     _validation_stop_tokens,
 )

@@ -11,11 +11,10 @@ from roll_lite.models.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, re
 from roll_lite.models.hf_fields import HEADS, POLICY_HEADS
 from roll_lite.models.model_files import (
     HEAD,
-    TOKENIZER_FILES,
     VALUE_HEAD,
-    has_tokenizer,
     head_beside_tied_embeddings,
     largest_token_id,
+    require_tokenizer,
     stored_tensors,
     wrong_settings,
     wrong_weights,
@@ -42,8 +41,7 @@ def _problem_if(path: str, folder: Path, wrong: Callable[[], str | None]) -> Ite
 
 
 def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
-    if not has_tokenizer(folder):
-        return f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
+    require_tokenizer(folder)
     largest = largest_token_id(folder)
     if largest is None or largest < vocab_size:
         return None

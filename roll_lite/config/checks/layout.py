@@ -97,8 +97,6 @@ def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
         for part in ("expert_parallel", "expert_tensor_parallel"):
             if getattr(strategy, part) > 1:
                 yield f"{name}.strategy.{part}", "the model has no experts; use 1"
-        if getattr(role, "balance_coef", 0.0):
-            yield f"{name}.balance_coef", "the model has no experts to balance; use 0"
         return
     if shape.experts % parallel:
         fits = _listed([size for size in range(1, shape.experts + 1) if shape.experts % size == 0])
@@ -135,23 +133,11 @@ def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.tensor_parallel", message
 
 
-def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
-    strategy, shape = role.strategy, known_shape(model_folder(config, role))
-    if not isinstance(strategy, MegatronStrategyConfig) or strategy.recompute != "selective" or shape is None:
-        return
-    modules = strategy.recompute_modules or ()
-    if "moe" in modules and shape.experts is None:
-        yield f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp"
-    if "mlp" in modules and shape.feed_forward is None:
-        yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
-
-
 ROLE_CHECKS = (
     _device_list,
     _replicas_share_a_device,
     _joining_engines,
     _sizes_fit_the_model,
-    _recomputed_modules,
     _experts,
     _experts_in_engines,
 )
@@ -251,30 +237,14 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return notes on roles that share GPUs without taking turns: both stay loaded, or the engines of one do."""
-    if not gpus_visible():
-        return []
-    by_role = roles(config)
+    """Return notes on roles that share GPUs and both stay loaded."""
     notes = []
-    for (name, role), (other, its) in combinations(by_role.items(), 2):
-        shared = sorted(set(device_numbers(role.devices)) & set(device_numbers(its.devices)))
-        staying = [one for one, of in ((name, role), (other, its)) if not getattr(of, "offload", False)]
-        listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
-        if shared and len(staying) == 2:
+    staying = {name: role for name, role in roles(config).items() if not getattr(role, "offload", False)} if gpus_visible() else {}
+    for (name, role), (other, its) in combinations(staying.items(), 2):
+        if shared := sorted(set(device_numbers(role.devices)) & set(device_numbers(its.devices))):
+            listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
             notes.append(f"{name} and {other} share device {listed} and both stay in its memory; set offload: true for both, or move one")
-        elif shared and staying and (left := _free_memory_share(by_role[staying[0]])) is not None:
-            remedy = f"lower {staying[0]}.strategy.gpu_memory_utilization, or set {staying[0]}.offload: true"
-            comes = other if staying == [name] else name
-            notes.append(f"{staying[0]} stays on device {listed} and leaves {left:.0%} of its memory to {comes}, which comes in; {remedy}")
     return notes
-
-
-def _free_memory_share(role: Role) -> float | None:
-    """Share of GPU memory that a role's engines leave free; None if unknown."""
-    strategy = getattr(role, "strategy", None)
-    if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
-        return None
-    return 1 - strategy.gpu_memory_utilization
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:

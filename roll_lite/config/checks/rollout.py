@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import (
     TRAINING_ROLES,
-    actor_is_reference,
     device_numbers,
     generates,
     group_size,
@@ -58,11 +57,6 @@ def _early_passes(config: RunConfig) -> Mistakes:
         return
     if config.mode != "full":
         yield path, f"mode: {config.mode} does not both generate and train; use false"
-        return
-    others = config.reference is not None or config.critic is not None or actor_is_reference(config)
-    if not others and config.algorithm.old_log_probs != "recompute":
-        message = f"old_log_probs: {config.algorithm.old_log_probs} without reference and critic needs no pass before the training"
-        yield path, f"{message}; use false"
         return
     if config.deterministic:
         message = "which rows go through a pass together depends on timing, and with it the last bits"

@@ -1,46 +1,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
-from roll_lite.config.problems import close_names
 from roll_lite.config.schema.base import Mistakes
-from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.config.schema.models import JudgeServerConfig, MegatronStrategyConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.hub import lacks_weights
 from roll_lite.models.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
-from roll_lite.models.model_files import TOKENIZER_FILES, VALUE_HEAD, has_tokenizer, stored_tensors, wrong_settings
+from roll_lite.models.model_files import VALUE_HEAD, require_tokenizer, stored_tensors, wrong_settings
 
 MODEL_REWARD = "model"
 JUDGE = "judge"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check the name of a reward model or judge, and that a reward uses it, perhaps by a misspelt reward name, which another check
-    reports."""
-    name = path.partition(".")[2]
-    parts: list[RewardConfig | RewardTermConfig] = []
-    for domain in config.domains.values():
-        parts += [domain.reward, *domain.reward.terms]
-    asked = [part.args.get(argument) for part in parts if part.name == reward and (argument in part.args or "url" not in part.args)]
-    others = [part.name for part in parts if part.name != reward and argument in part.args and "." not in part.name]
-    misspelt = any(close_names(other, [reward]) for other in others)
-    if not NAME.fullmatch(name):
-        yield path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'"
-    known = all(isinstance(one, str) and one in sections for one in asked)  # an unknown name may be a misspelling of this name
-    if name not in asked and not misspelt and known:
-        example = f"{{name: {reward}, args: {{{argument}: {name}}}}}"
-        yield path, f"no domain uses it; remove the section, or set a domain's reward to {example}"
-
-
-def _used_model(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
-    yield from _used_by_a_reward(config, path, "reward model", config.reward_models, MODEL_REWARD, "model")
-
-
-def _used_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> Mistakes:
-    yield from _used_by_a_reward(config, path, "judge", config.judges, JUDGE, "server")
+def _name(config: RunConfig, path: str, section: RewardModelConfig | JudgeServerConfig) -> Mistakes:
+    if not NAME.fullmatch(path.partition(".")[2]):
+        yield path, "its name is part of file names: a letter, then letters, digits, '_' and '-'"
 
 
 def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
@@ -56,35 +32,27 @@ def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mista
         yield f"{path}.max_length", f"is more than the model's {positions} positions (max_position_embeddings)"
     named = raw.get("architectures")
     architecture = str(named[0] if isinstance(named, list) and named else named or "(none)")
+    is_megatron = isinstance(model.strategy, MegatronStrategyConfig)
+    labels = len(raw["id2label"]) if isinstance(raw.get("id2label"), dict) and raw["id2label"] else raw.get("num_labels", 2)
+    head = list(stored[VALUE_HEAD].shape) if VALUE_HEAD in stored else []
     if not architecture.endswith("ForSequenceClassification"):
         expected = "expected a reward model, ...ForSequenceClassification"
         yield place, f"its config.json names the architecture {architecture}; {expected}"
-        return
-    labels = len(raw["id2label"]) if isinstance(raw.get("id2label"), dict) and raw["id2label"] else raw.get("num_labels", 2)
-    head = list(stored[VALUE_HEAD].shape) if VALUE_HEAD in stored else []
-    if labels != 1:
+    elif labels != 1:
         yield place, f"it has {labels} labels; a reward model has one output (num_labels 1)"
     elif head and head[0] != 1:
         yield place, f"its {VALUE_HEAD} has the shape {head}; a reward model has one output"
-    elif not head and not later and isinstance(model.strategy, MegatronStrategyConfig):
+    elif not head and not later and is_megatron:
         yield place, f"its safetensors have no {VALUE_HEAD}, the head that Megatron needs; use strategy.name: hf"
-    if not has_tokenizer(folder):
-        yield place, f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
-
-
-def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
-    if not isinstance(model.strategy, MegatronStrategyConfig):
-        return
+    if is_megatron and (family := raw.get("model_type")) not in SUPPORTED_TYPES:
+        yield f"{path}.strategy.name", f"model_type {family!r} does not run on Megatron ({', '.join(SUPPORTED_TYPES)} do); use hf"
+        is_megatron = False
     try:
-        if (family := read_config(model.path).get("model_type")) not in SUPPORTED_TYPES:
-            yield f"{path}.strategy.name", f"model_type {family!r} does not run on Megatron ({', '.join(SUPPORTED_TYPES)} do); use hf"
-            return
-    except ValueError:  # reported by _checkpoint
-        return
-    try:
-        read_hf_config(model.path, f"{path}.path")
+        require_tokenizer(folder)
+        if is_megatron:
+            read_hf_config(folder, place)
     except ValueError as error:
-        yield f"{path}.path", str(error).removeprefix(f"{path}.path: ")
+        yield place, str(error).removeprefix(f"{place}: ")
 
 
 def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> Mistakes:
@@ -93,12 +61,11 @@ def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> M
         if not lacks_weights(judge.path):
             stored_tensors(judge.path)
         wrong_settings(judge.path)
-        if not has_tokenizer(judge.path):
-            raise ValueError(f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})")
+        require_tokenizer(judge.path)
     except ValueError as error:
         yield f"{path}.path", str(error)
 
 
-REWARD_MODEL_CHECKS = (_used_model, _checkpoint, _family)
-JUDGE_CHECKS = (_used_judge, _model_of_judge)
-SCORING_FILE_CHECKS = (_checkpoint, _family, _model_of_judge)
+REWARD_MODEL_CHECKS = (_name, _checkpoint)
+JUDGE_CHECKS = (_name, _model_of_judge)
+SCORING_FILE_CHECKS = (_checkpoint, _model_of_judge)

@@ -18,7 +18,7 @@ from omegaconf.resolvers import oc
 
 from roll_lite.config.compose.merging import merge, spell_out
 from roll_lite.config.compose.overrides import Override, apply_override, names_first, parse_override
-from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
+from roll_lite.config.compose.yaml_source import parse_yaml
 from roll_lite.config.presets import preset, validation_preset
 from roll_lite.config.problems import LEFT_OUT, NO_VALUE, Missing, Path, Problem, close_names, did_you_mean, dotted
 from roll_lite.config.validation import words_at
@@ -49,7 +49,6 @@ class _Composer:
     layers: list[dict[str, Any]] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
-    values: int = 0
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
@@ -209,7 +208,6 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
     for key in keys:
         result[str(key)] = None
         here = (*path, str(key))
-        composer.values += 1
         if OmegaConf.is_missing(node, key):
             if composer.may_be_left_out:
                 result[str(key)] = LEFT_OUT
@@ -228,8 +226,8 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
         finally:
             _from_environment.reset(token)
         if isinstance(value, DictConfig | ListConfig):
-            if len(here) > DEEPEST or composer.values > MOST_VALUES:
-                composer.refuse(dotted(here), "with its interpolations written out it holds too many values, or itself", raw, here)
+            if len(here) > DEEPEST:
+                composer.refuse(dotted(here), "with its interpolations written out it holds itself", raw, here)
                 return None
             value = _resolve(value, here, composer)
         elif variables:

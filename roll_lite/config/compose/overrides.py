@@ -83,13 +83,6 @@ def alternatives(text: str) -> list[str]:
     return [f"{key}={value}" for value in values] if len(values) > 1 or called else [text]
 
 
-def is_sweep(text: str) -> bool:
-    try:
-        return len(alternatives(text)) > 1
-    except ValueError:
-        return True
-
-
 def _parts(raw: str) -> list[str]:
     try:
         node = yaml.compose(f"[{raw}]", Loader=yaml.SafeLoader)

@@ -11,9 +11,6 @@ from omegaconf.errors import GrammarParseError
 from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show, space_missing
 from roll_lite.files import first_line
 
-MOST_VALUES = 100_000
-"""Maximum values of a file, with aliases expanded."""
-
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 loader that reads 1e-6 as a number and 2026-08-01 as a text."""
@@ -47,23 +44,10 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        if node is not None and _values(node, {}) > MOST_VALUES:
-            raise yaml.YAMLError(f"with its aliases written out it holds more than {MOST_VALUES:,} values")
         source.data = _convert(loader, node, root, place, source) if node is not None else None
     except (yaml.YAMLError, RecursionError) as error:
         source = YamlSource(problems=[Problem(place, f"not valid YAML: {_one_line(error)}")], broken={root})
     return source
-
-
-def _values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Count a node's values with aliases written out; YAMLError if one contains itself. `known`: counts by node id, None while counting."""
-    if id(node) not in known:
-        known[id(node)] = None
-        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_values(part, known) for part in parts) if isinstance(node, yaml.CollectionNode) else 1
-    if (found := known[id(node)]) is None:
-        raise yaml.YAMLError(f"the alias in line {node.start_mark.line + 1} stands for a section or list that it is part of itself")
-    return found
 
 
 def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:

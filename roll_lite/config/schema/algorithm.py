@@ -58,11 +58,6 @@ class KlInLossConfig(KlInRewardConfig):
     unbiased_gradient: bool = False
     """Use an unbiased gradient of KL(policy || reference), not the gradient of the estimate."""
 
-    @rule
-    def _unbiased(self) -> Mistakes:
-        if self.unbiased_gradient and self.estimator == "full":
-            yield "unbiased_gradient", "the gradient of `full` is exact as it is; remove it"
-
 
 # ---------------------------------------------------------------- rewards and masks
 
@@ -74,11 +69,6 @@ class RewardNormalizationConfig(Section):
     """Subtract the mean."""
     std: bool = True
     """Divide by the standard deviation."""
-
-    @rule
-    def _normalizes(self) -> Mistakes:
-        if not self.mean and not self.std:
-            yield "", "neither takes the mean off nor divides; set mean or std, or remove it"
 
 
 class LengthPenaltyConfig(Section):

@@ -195,12 +195,7 @@ class RewardTermConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments."""
     weight: float = 1.0
-    """Factor of this reward; negative: a penalty."""
-
-    @rule
-    def _weighs(self) -> Mistakes:
-        if self.weight == 0:
-            yield "weight", "the term is worth nothing; remove it, or give it a weight"
+    """Factor of this reward; negative: a penalty; 0: only logged."""
 
 
 class RewardConfig(Section):

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapH
 
 from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, TimeLimit, UserPath, rule
+from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, TimeLimit, UserPath, below, rule
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
 from roll_lite.config.schema.models import (
     ActorRoleConfig,
@@ -19,7 +19,6 @@ from roll_lite.config.schema.models import (
     ReferenceRoleConfig,
     RewardModelConfig,
 )
-from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.simulation import SimulationConfig
 from roll_lite.files import remote_folder
 
@@ -33,6 +32,28 @@ class RayConfig(Section):
     """Seconds to wait for room for all workers. Raise it if other jobs must end first."""
     start_timeout_s: PositiveFloat = 300.0
     """Seconds to start a local cluster or connect to a running one."""
+
+
+class PlacementConfig(Section):
+    """Assignment of devices to roles. A role without `devices` gets as many as the roles that share devices with it. Roles on the same
+    devices take turns (`offload: true`), except under by_role; judges never share. `placement: colocated` is short for `{name:
+    colocated}`."""
+
+    name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
+    """by_role: `devices: n` means devices 0 to n-1. colocated: all roles share devices. split: models that train or score share devices,
+    engines have others. pairs: actor with reference, critic with reward models, engines alone. apart: each role alone."""
+    nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
+    """Number of nodes to take: the driver's first, then by address; the run fails if too few are free. null: the first nodes with room;
+    `devices` then cannot name nodes."""
+    devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
+    """Devices of each node, numbered over all nodes."""
+    fill: Literal["pack", "spread"] = "pack"
+    """pack: one node after the other. spread: one device (or tensor-parallel group) of each node in turn. Needs `nodes`."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of all nodes; 0 if `nodes` is null."""
+        return (self.nodes or 0) * self.devices_per_node
 
 
 class ValidationConfig(Section):
@@ -301,8 +322,6 @@ class RunConfig(Section):
             yield "replay.path", "mode: train_only trains on the dumps of a past run; name its folder"
         if self.mode != "train_only" and self.replay.path is not None:
             yield "replay.path", f"is only used by mode: train_only, the mode is {self.mode}; remove it, or change the mode"
-        if self.mode == "train_only" and self.rollout.dump:
-            yield "rollout.dump", "mode: train_only generates nothing that could be dumped; use false"
 
     _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 

@@ -7,22 +7,19 @@ import json
 import os
 import random
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt, PrivateAttr
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.config.problems import HIDDEN, Problem
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardType, too_slow
-
-if TYPE_CHECKING:
-    import httpx2
 
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
@@ -70,14 +67,6 @@ class HttpSettings(Section):
 
 class AskingReward(RewardType, HttpSettings):
     unshown = ("url", "api_key_env", "extra_body")
-    _of_loop: dict[asyncio.AbstractEventLoop, Any] = PrivateAttr(default_factory=dict)
-
-    def of_loop(self, make: Callable[[], Any]) -> Any:
-        """Return this reward's object for the running event loop; `make` creates it at first use."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._of_loop:
-            self._of_loop = {other: made for other, made in self._of_loop.items() if not other.is_closed()} | {loop: make()}
-        return self._of_loop[loop]
 
     def warm(self) -> None:
         import httpx2  # noqa: F401
@@ -118,11 +107,14 @@ class _Url:
 
 class HttpClient:
     def __init__(self, reward: str, urls: Sequence[str], settings: HttpSettings) -> None:
+        import httpx2
+
         self._reward, self._settings = f"reward {reward}", settings
         self._urls = [_Url(url) for url in urls]
         self._limit = asyncio.Semaphore(settings.concurrency)
-        self._opening = _opened(settings)
-        self._client: httpx2.AsyncClient | None = None
+        timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
         """Send `payload`; return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects the request;
@@ -157,8 +149,6 @@ class HttpClient:
 
         key, header, seconds = self._key(), self._settings.api_key_header, self._settings.timeout_s
         authorization = {} if key is None else {header: f"Bearer {key}" if header.lower() == "authorization" else key}
-        if self._client is None:
-            self._client = await anext(self._opening)
         try:
             async with asyncio.timeout(seconds):
                 response = await self._client.post(url.url, content=body, headers={"Content-Type": "application/json", **authorization})
@@ -190,16 +180,6 @@ class HttpClient:
             trouble = "has characters that no header may hold" if key else "is not set"
             raise RewardFailed(f"{self._reward}: the environment variable {variable} (api_key_env) {trouble}")
         return key
-
-
-async def _opened(settings: HttpSettings) -> AsyncIterator[httpx2.AsyncClient]:
-    """Open a client. Its connections close with the event loop, since asyncio.Runner finishes asynchronous generators."""
-    import httpx2
-
-    timeout = httpx2.Timeout(None, connect=min(CONNECT_S, settings.timeout_s))
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env) as client:
-        yield client
 
 
 def _backoff(failures: int) -> float:

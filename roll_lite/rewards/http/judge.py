@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
@@ -123,17 +124,17 @@ class JudgeReward(AskingReward):
         request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
         request |= {"stop": list(self.stop)} if self.stop else {}
         request |= self.extra_body or {}
-        client: HttpClient = self.of_loop(self._client)
         said: str | None = None
         for number in range(self.asks):
             again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
-            said = await _said(client, request | again)
+            said = await _said(self._client, request | again)
             if said is not None and (verdict := read_verdict(said, self.pattern, self.choices, self.scale)) is not None:
                 value, extracted = verdict
                 return Score(value, None, {"extracted": extracted, "verdict": said[:KEPT_CHARACTERS]})
         problem = "did not finish within max_tokens" if said is None else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
         raise ResponseSuspected(f"reward judge: {f'asked {self.asks} times, ' if self.asks > 1 else ''}the judge {problem}")
 
+    @cached_property
     def _client(self) -> HttpClient:
         end = ENDPOINTS[self.api]
         return HttpClient("judge", [url.rstrip("/").removesuffix(end) + end for url in several(self.url or ())], self)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
@@ -51,8 +52,11 @@ class RemoteReward(AskingReward):
         return {"columns": self.columns}
 
     async def __call__(self, sample: RewardInput) -> Score:
-        score: Score = await self.of_loop(lambda: Batcher(self)).score(sample)
-        return score
+        return await self._batcher.score(sample)
+
+    @cached_property
+    def _batcher(self) -> Batcher:
+        return Batcher(self)
 
 
 class Batcher:

@@ -124,7 +124,7 @@ class BatchScorer:
             entry.format_ok = self._format_check(entry.item.response)
         for function in self._single:
             try:
-                entry.parts[function] = function(entry.item)
+                entry.parts[function] = function.run(function.score(entry.item))
             except RewardFailed as failure:
                 entry.parts[function] = failure
                 return

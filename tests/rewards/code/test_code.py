@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_rewards import score_of
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
@@ -206,7 +207,7 @@ def test_refuses_to_run_unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_registry_builds_and_warms_it() -> None:
     reward = build_reward(RewardConfig(name="code", args={"mode": "expression", "must_contain": ["+"]}))
     reward.warm()
-    assert reward.base(sample("1 + 1", "2")).value == 1.0
+    assert score_of(reward, sample("1 + 1", "2")).value == 1.0
     with pytest.raises(ValueError, match=r"reward\.args\.score"):
         build_reward(RewardConfig(name="code", args={"score": "most"}))
     with pytest.raises(ValueError, match="needs no-such-compiler, which is not installed here"):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-import warnings
 from typing import Any
 
 import pytest
@@ -245,20 +243,9 @@ async def test_a_request_that_is_no_json() -> None:
         await client(unused_url()).post({"labels": {1}})
 
 
-def test_each_loop_has_its_own_client_and_closes_it() -> None:
-    with StubServer(lambda r, n: Reply("ok")) as server, warnings.catch_warnings():
-        warnings.simplefilter("error")
-        reward = RemoteReward(url=server.url)
-
-        async def use() -> None:
-            http = reward.of_loop(lambda: HttpClient("remote", [server.url], reward))
-            assert http is reward.of_loop(lambda: pytest.fail("made twice"))
-            await http.post({})
-
-        with asyncio.Runner() as runner:
-            runner.run(use())
-            runner.run(use())
+def test_requests_share_a_connection() -> None:
+    with StubServer(lambda r, n: Reply("ok")) as server, asyncio.Runner() as runner:
+        http = HttpClient("remote", [server.url], RemoteReward(url=server.url))
+        for _ in range(2):
+            runner.run(http.post({}))
         assert server.connections == 1
-        asyncio.run(use())
-        gc.collect()
-    assert server.connections == 2
