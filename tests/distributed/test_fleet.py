@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from roll_lite.distributed.failures import FleetDown, MemberLost
+from roll_lite.distributed import failures
+from roll_lite.distributed.failures import FleetDown, MemberLost, RestartBudget
 from roll_lite.distributed.fleet import Fleet, MemberState, Policy, SlowStart
 from roll_lite.simulator.clock import run_virtual
 
@@ -259,6 +260,15 @@ def test_a_budget_of_restarts_is_each_members_own_and_named_with_its_setting() -
         assert str(alone.ends[0]) == "a died (after 1 restarts within an hour, judges.main.restarts)"
 
     virtual(main())
+
+
+def test_restarts_of_the_last_hour_count_for_each_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((0.0, 1800.0, 3599.0, 3599.0, 3599.0, 3600.0, 3601.0, 5400.0))
+    monkeypatch.setattr(failures.time, "monotonic", lambda: next(times))
+    budget = RestartBudget()
+    assert [budget.allows("a", 2) for _ in range(3)] == [True, True, False]
+    assert budget.allows("b", 1) and not budget.allows("c", 0)
+    assert [budget.allows("a", 2) for _ in range(3)] == [True, False, True]
 
 
 def test_without_restarts_the_others_go_on_and_the_last_death_is_the_end() -> None:
