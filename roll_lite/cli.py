@@ -141,7 +141,8 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration without the checks of files, despite missing values; if that fails, return the valid part."""
+    """Load the configuration again, with missing values allowed and without checks of files. If that fails too, return the valid part that
+    `error` holds."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -175,7 +176,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
-    """Turn `roll-lite evaluate` into a run, or a sweep over models; return its overrides."""
+    """Turn `roll-lite evaluate` into `roll-lite run` or, with several models, into a sweep: change `parsed` and return the overrides."""
     keys = [text.partition("=") for text in given]
     models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
     models = [text for text in models if not text.startswith(("+", "~"))]

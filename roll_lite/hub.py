@@ -72,8 +72,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the cache path of a hub name; None if `path` is a path of this machine. A model's name needs hf:// only if it or its first
-    folder exists here."""
+    """Return the cache path of a hub name; None if `path` is a path of this machine. A model's name can do without hf://, unless a path of
+    that name, or its first folder, exists here."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -171,7 +171,8 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download missing files of a model (`weights`: with weights) or of a data set's split. Returns all files."""
+        """Download missing files of a model (`weights`: with weights) or of a data set's split (`rest`: `[configuration or
+        file]?split=...`). Return all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -268,8 +269,8 @@ def split_of(name: str) -> str:
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Choose the data files for `[configuration or file]?split=...`, in order. A configuration is a folder; its files may also be in
-    folders named data or after splits. ValueError lists the choices."""
+    """Choose the data files for `rest`, `[configuration or file]?split=...`, in order. A configuration is a folder; folders named data or
+    after splits, inside or around it, do not count. ValueError lists the choices."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

@@ -56,8 +56,9 @@ def gae(
     """Compute GAE: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
     Returns (advantages, returns); returns are values plus advantages computed with lam_critic. lam may be [B]. last_token_reward [B] is
-    added to token_rewards; bootstrap [B] is the value after the last policy token. per_turn: gamma applies where a turn follows another,
-    and is 1 between tokens of a turn."""
+    added to token_rewards; bootstrap [B] is the value after the last policy token. With per_turn, gamma applies only from a turn (a run of
+    adjacent policy tokens) to the next; it is 1 between tokens of a turn.
+    """
     rows = (last_token_reward, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
     advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening, per_turn)
@@ -132,7 +133,9 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
     """Return reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`.
 
-    before_kl [N]: rewards without KL. With `normalize_std`, groups with equal `before_kl` get 0: their rewards differ only by KL."""
+    before_kl [N]: rewards without KL. With `normalize_std`, groups with equal `before_kl` get 0, since the division would scale up rewards
+    that differ only by KL.
+    """
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -144,7 +147,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Compute the discounted return of each turn from the turns' rewards. `rows`: each turn's row, ascending."""
+    """Compute the discounted return of each turn. `rewards` and `rows` have one entry per turn, in order: its reward, and the number of its
+    row."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:

@@ -39,8 +39,9 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`. rows: tensors [B], numbers for all rows, or None for 0. With `whitening`, the kernel
-    runs twice, first for the moments. `per_turn`: gamma discounts from turn to turn only."""
+    """Run the kernel `gae` or `discounted_returns`. `tokens`: its token tensors; None for 0. `rows`: its row arguments, each a tensor [B],
+    one number for all rows, or None for 0. `outputs`: dtypes of the tensors that it returns. With `whitening`, the kernel runs twice, first
+    for the moments. `per_turn`: gamma discounts from turn to turn only."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -78,8 +79,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write advantages and returns or, if `moments` has rows, only the `row_moments` of the advantages. Arguments as in advantages.gae.
-    `within`: the discount between tokens of one turn; gamma: between turns."""
+    """For rows from `first` up to `stop`, write advantages (to `out`) and returns. If `moments` has rows, write only the `row_moments` of
+    the advantages. Arguments as in advantages.gae. Discounts: `within` between tokens of one turn, `gamma` between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -126,7 +127,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write discounted returns or, if `moments` has rows, only their `row_moments`. Discounts as in `gae`."""
+    """Write (discounted return - shift) * scale to `out`. If `moments` has rows, write only each row's count, sum and squared deviations of
+    the returns there. `within`: discount between tokens of a turn; `gamma`: between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]

@@ -188,7 +188,7 @@ def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, lim
 
 
 def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tensor:
-    """Multiply, with 0 for weight 0 even if the log-prob is -inf."""
+    """Return weight * log-prob; 0 for weight 0, even if the log-prob is -inf."""
     return weight * terms.log_probs.masked_fill(weight == 0, 0.0)
 
 
@@ -255,9 +255,11 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool mask of tokens to keep: the mismatch of the token or its sequence is in [low, high] and not NaN.
+    """Return a bool mask of tokens to keep: the mismatch of the token, or of its sequence (by `level`), is in [low, high] and not NaN.
 
-    ratio: exp(trained - rollout). difference: trainer's minus engine's probability. Others: KL(rollout || trained)."""
+    `estimator`: `ratio` is exp(trained - rollout), `difference` the trainer's minus the engine's probability; the others estimate
+    KL(rollout || trained).
+    """
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
@@ -324,9 +326,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the loss weight [B] of each policy token in a row. policy_tokens [B]: of ALL rows of the global mini-batch. Empty rows and
-    rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` is Dr. GRPO's: 1 / (rows *
-    constant)."""
+    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch, not of
+    a rank's share. Empty rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant`: for
+    the mode `constant` (Dr. GRPO), in which a token weighs 1 / (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -25,7 +25,8 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum values [B, T-1], 0 where masked, by domain in float64. Returns `<name>#<domain number>` -> sum."""
+    """Sum the values of each domain in float64. `tokens`: metric name -> values [B, T-1], 0 where masked. Returns `<name>#<domain number>`
+    -> sum."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -38,7 +39,7 @@ class Peaks:
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """(name, sign) -> [domains] largest sign * value; sign -1 is a minimum."""
+    """(name, sign) -> [domains] maximum of sign * value. With sign -1, this is the negated minimum."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
         """Record unmasked values [B, T-1]. NaN makes the domain's peak NaN."""
@@ -114,5 +115,5 @@ def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float
 
 
 def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return |difference| and the k3 estimate of KL(rollout || trainer), [B, T-1]."""
+    """Return |rollout_log_probs - log_probs| and the k3 estimate of KL(rollout || trainer), both [B, T-1]."""
     return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")

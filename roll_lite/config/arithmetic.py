@@ -28,28 +28,29 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Offloading of engines: never, or with or without a copy of the weights in host memory."""
+"""How engines offload. with_copy: weights move to host memory. without_copy: weights are discarded, since the trainer sends them after
+every load."""
 
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
     devices: tuple[int, ...]
     copies: int
-    """Number of data-parallel ranks or of engine replicas."""
+    """Number of model copies: data-parallel ranks, or engine replicas."""
     layout: str
     shares_with: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of one model's forward or training pass on the rank with the most samples, if all have the maximum length."""
+    """Micro-batches of one model's forward or training pass, on the rank with the most samples, if all samples have the maximum length."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Samples on the fullest rank if all are equally long."""
+    """Samples on the rank with the most, if all samples are equally long."""
     most_rows: int
-    """Samples on the fullest rank in the most uneven split: one long sample on every other rank."""
+    """Most samples that one rank can get: each of the other ranks has a single long sample."""
     longest: int
     budget: int
     """Token limit of a micro-batch; a longer sample runs alone."""
@@ -79,7 +80,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average; in a single step, the number differs by less than two."""
+    """Average number of prompts. A single step's number differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
 
@@ -130,7 +131,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting from which validation takes the sampling parameter `key`."""
+    """YAML path of the setting that gives the sampling parameter `key` for validation of domain `name`."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -181,7 +182,7 @@ def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
 
 
 def engine_offload(config: RunConfig) -> EngineOffload:
-    """Return how engines offload. They need no copy of their weights if they get all weights after every load."""
+    """Return how engines offload. If the trainer sends all weights after every load, engines keep no copy of them."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"
@@ -219,15 +220,16 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly. If several ranks share a key/value head, trainers split its `head_dim`;
-    engines copy the head (`head_dim` None)."""
+    """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`,
+    so that it must be divisible too; engines copy the head, so that `head_dim` is None."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Required divisor of a micro-batch's tokens: two chunks per context-parallel rank, split again by sequence parallelism."""
+    """Required divisor of a micro-batch's tokens. Context parallelism cuts them into two chunks per rank; sequence parallelism splits each
+    chunk over the tensor-parallel ranks."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -360,8 +362,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. A domain's prompts in a step differ from a fractional average by less than two; the domains with most
-    samples per prompt are assumed to get the most prompts."""
+    """Maximum samples of a step. If a domain's average number of prompts is fractional, a single step's number differs from it by less than
+    two; in the worst case, the domains with most samples per prompt get the most prompts."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -376,6 +378,6 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Return the samples on the fullest rank: if all samples are equally long, and in the most uneven split (one sample on every other
-    rank)."""
+    """Return the samples on the rank with the most: (if all samples are equally long, in the most uneven split). In the latter, each of the
+    other ranks has a single long sample."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -32,7 +32,7 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Tensors on the device by role, in loading order. A role that waits for devices does not delay later ones."""
+    """Role -> its tensors on the device. Roles are loaded in this order; one that waits for its devices does not delay later ones."""
     in_turns: bool = False
     """True: roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True
@@ -59,7 +59,8 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Waiting roles that can start now. `exclude`: True for two roles that cannot be loaded together."""
+    """Return the `waiting` roles that can be loaded beside the `present` ones and each other. `exclude`: True for two roles that cannot be
+    loaded together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -1,4 +1,5 @@
-"""Configurations with `mode: evaluate`: settings that only training reads are left out, so they need not be given, or fit the model."""
+"""Configurations with `mode: evaluate`. Settings that only training reads are left out before validation, so that they may be missing or
+not fit the model."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ TRAINING = tuple(
     )
 )
 ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
-"""Settings of `rollout` that held-out prompts read too."""
+"""Settings of `rollout` that evaluation reads too."""
 
 
 def without_training(composed: Composed) -> Composed:
-    """Leave out settings of training, and domains without held-out prompts if others have some."""
+    """Leave out settings of training. If some domains have held-out prompts, also leave out the domains that have none."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
     sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}

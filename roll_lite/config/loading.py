@@ -88,7 +88,7 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Replace values of environment variables in a problem by the text that names the variable."""
+    """Replace values of environment variables in a problem by what the configuration has in their place, such as `${oc.env:NAME}`."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)

@@ -44,7 +44,7 @@ def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tup
 
 
 def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
-    """Return the valid part and all problems. `broken`: paths with known problems, to skip."""
+    """Build a section from plain data. Return its valid part and all problems. `broken`: paths with known problems, to skip."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
     assert isinstance(section, cls)
@@ -206,7 +206,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Value of `name` that selects this class, or DOTTED_PATH."""
+    """Value of `name` that selects this class; DOTTED_PATH if the class takes any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -264,8 +264,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key instead of being its value: for an entry of a mapping set by an earlier layer (`inherited`), or a
-    setting that returns to its default."""
+    """True if null removes the key instead of becoming its value. So it is for a mapping's entry that an earlier layer set (`inherited`),
+    and for a setting that cannot be null, which returns to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -8,7 +8,8 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Content that counts as an empty box, such as the blank in a quoted question."""
+r"""Matches the content of a box that counts as empty: spaces, dots, or LaTeX space such as \quad. A response may quote such a box from its
+question."""
 
 
 def plain_boxes(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Map samples to training rows: several per sample if its agent's conversation branched. Batches without branched samples lack the column
-`branch`."""
+"""Map samples to training rows. A sample has one row, or several if its agent's conversation branched. A batch has the column `branch` only
+if one of its samples has several rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: each response's reward at its last token, else 0. `rows`: (row, rewards of all responses of its sample)."""
+    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: pairs of a row and the rewards of all responses
+    of its sample, by turn."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -53,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return one row per sample: its first row, with total response_length, minimum and maximum version, and maximum policy_tokens
-    (max_tokens limits each row)."""
+    """Return one row per sample: a copy of its first row in which some columns cover all its rows. response_length is the sum, min_version
+    the minimum, max_version the maximum, and policy_tokens the maximum, since max_tokens limits each row."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -33,8 +33,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked of a data file: SCANNED_ROWS (about two seconds); TABLE_ROWS for presets, and for a table's columns other than the
-tag."""
+"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), or TABLE_ROWS if a preset converts it. In a Parquet or Arrow
+file, rows after the first TABLE_ROWS are checked for their tag only."""
 NAMED_LINES = 5
 
 
@@ -209,9 +209,12 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield rows of all shards. The first TABLE_ROWS of a shard hold all configured columns; later ones, up to SCANNED_ROWS, only the tag.
-    Columns that are not read hold _NOT_READ. From the first shard without a configured column on, only the tag is read; a shard that lacks
-    the tag too yields one row without values."""
+    """Yield rows of all shards (the files of one path). Columns that are not read hold _NOT_READ.
+
+    In the first TABLE_ROWS rows of a shard, all configured columns are read; in later rows, up to SCANNED_ROWS, only the tag. If a shard
+    lacks a configured column, only the tag is read in this shard and all later ones. If there is no tag to read either, a single row
+    without values stands for the shard.
+    """
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):

@@ -49,8 +49,8 @@ class Multiples:
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches that another rank
-        runs; aim for at least as many."""
+        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches to reach if
+        possible, because another rank runs as many."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class MicroBatchPlan:
 
 def padded(rows: DataProto) -> MicroBatch:
     """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
-    tokens count. An empty batch has one predicted token, so that losses work."""
+    tokens count. An empty batch is padded to T = 2, so that losses work on it."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

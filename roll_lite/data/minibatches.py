@@ -39,11 +39,12 @@ def cut_mini_batches(
     owners: np.ndarray | None = None,
     rows_are_sequences: bool = False,
 ) -> list[MiniBatch]:
-    """Split the batch into `mini_batches` per epoch, in a seeded order per epoch. Rows with train_weight 0 and empty mini-batches are
-    dropped.
+    """In each epoch, shuffle the batch by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0 and
+    empty mini-batches are dropped.
 
-    `owners`: sample of each row, if samples have several rows. A sample's rows stay in one mini-batch; the loss aggregation treats them as
-    one sequence unless `rows_are_sequences`."""
+    `samples`: number of each row in the batch. `owners`: sample of each row; None if every row is a sample of its own. A sample's rows stay
+    in one mini-batch. The loss aggregation counts them as one sequence unless `rows_are_sequences`.
+    """
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
     sequences = np.arange(len(samples)) if rows_are_sequences else owners
@@ -67,7 +68,8 @@ def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks at about equal cost; return each rank's shares. `costs`: sample number -> cost."""
+    """Split each mini-batch over the ranks at about equal cost. Returns the shares as [rank][mini-batch]. `costs`: row number (column
+    `sample`) -> cost."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):

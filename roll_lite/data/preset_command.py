@@ -35,7 +35,7 @@ def show_preset(name: str) -> int:
 
 
 def prepare(name: str, split: str, source: str | None, out: Path | None) -> int:
-    """Write a preset's split, or the file `source`, as JSON lines, and print what was left out."""
+    """Convert a preset's split, or the file `source` in the preset's format, to JSON lines. Print how many rows were left out, and why."""
     target = absolute_path(out or Path(f"{name}_{split}.jsonl"))
     left_out: Counter[str] = Counter()
     mistakes: list[str] = []

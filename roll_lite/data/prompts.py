@@ -85,8 +85,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains; rows that belong to
-    others are skipped in shared files."""
+    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains. In a file that several
+    domains share, rows with another domain's tag are skipped."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -131,7 +131,7 @@ class _Loader:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
-        """(tokens, file and row) of prompts over max_prompt_tokens."""
+        """(number of tokens, file and row) of each prompt over max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._preset = config.data.preset_of(split)
@@ -265,8 +265,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if prompt count, seed or domain differ, or if the saved order mixed several files.
-        Prompts are not compared."""
+        """Continue from a saved state. ValueError if its prompt count, seed or domain differs, or if it was saved for several files with
+        shares. The prompts themselves are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

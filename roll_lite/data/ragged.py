@@ -83,7 +83,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join rows. `fill` pads vectors [k] to the largest k; without `fill`, all vectors need the same k."""
+        """Join rows. Entries that are vectors [k] are padded with `fill` to the largest k. Without `fill`, all must have the same k."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]

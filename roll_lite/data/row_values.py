@@ -90,7 +90,8 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return file name -> text, without the nulls that tables hold for other rows' files."""
+    """Return file name -> text. Nulls are dropped: in a table, each row has all file names of the column, with null for files that it
+    lacks."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
@@ -98,7 +99,8 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Return the given files without missing or broken ones, which other checks report."""
+    """Return the paths of the given data files, and of those in given folders. Missing or broken ones are skipped, since other checks
+    report them."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):

@@ -205,7 +205,7 @@ class Segment:
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Spans counted from the segment's first token."""
+    """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
     """Index of the response in its sample."""
@@ -222,7 +222,7 @@ class EpisodeRecord(Packed):
     """The environment's verdict; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """Other conversations, ordered by first response."""
+    """The agent's other conversations, in order of their first response."""
     answer: str | None = None
     """Answer to score instead of the last response."""
 
@@ -271,7 +271,7 @@ class Transcript(Branch):
     finish_reason: FinishReason | None = None
     episode: EpisodeRecord | None = None
     branches: tuple[Branch, ...] = ()
-    """Further rows. They count responses that another row trains on as prompt."""
+    """Further training rows. In them, responses that another row trains on count as prompt."""
 
     @property
     def rows(self) -> tuple[Branch, ...]:

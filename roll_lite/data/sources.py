@@ -41,7 +41,7 @@ class Row(NamedTuple):
     """What `number` counts, from 1: "line" or "row"."""
     number: int
     content: dict[str, Any] | str
-    """Columns, or why the row is unreadable."""
+    """Column -> value. A text says why the row is unreadable or left out."""
 
     @property
     def place(self) -> str:
@@ -93,8 +93,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder with files of several splits: held-out rows would be trained on. Names that state no split may differ only in digits
-    and punctuation."""
+    """Refuse a folder with files of several splits, since held-out rows would be trained on. If no file name states a split, the names may
+    differ only in digits and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -150,7 +150,7 @@ def _json_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number, row or error). Reads bytes: text mode would also split at characters that JSON allows in strings."""
+    """Yield (line number, row or error). Reads bytes, so that invalid UTF-8 is an error of its line only."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

@@ -27,7 +27,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Token weights make the loss algorithm.ptx.coef times the mean cross-entropy."""
+        """Draw the rows of one optimizer step. Their token weights make the summed loss algorithm.ptx.coef times the mean cross-entropy per
+        learned token."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -41,13 +42,15 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
-        """Draw the rows of `updates` optimizer steps; returns one batch per step for each rank."""
+        """Draw the rows of `updates` optimizer steps, and split each step's rows over the ranks at about equal cost. Returns batches as
+        [rank][step]."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token ids and a mask of learned ones: answer and end of sequence; if there are no answers, all tokens."""
+        """Return a row's token ids, and the mask of tokens to learn. These are the answer and the end of sequence or, without an answer
+        column, all tokens."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)

@@ -1,8 +1,9 @@
 """Cluster of one role's Ray actors. A call passes the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-`all` calls every rank; `one`, rank 0; `each`, the living ranks of a cluster whose ranks are independent (engines). `start_scatter` sends
-shard i to all ranks of data-parallel rank i; `heads_scatter`, only to its head rank, which returns outputs. `start_` variants do not
-wait."""
+Verbs: `all` calls every rank. `one` calls rank 0. `each` calls the living ranks of a cluster whose ranks are independent (engines).
+`start_scatter` sends shard i to all ranks of data-parallel rank i. `heads_scatter` sends shard i only to the head rank of data-parallel
+rank i, the one that returns outputs. Verbs with `start_` do not wait.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads for calls beside a worker's work: `until_death`, `place` (heartbeat), `stacks`."""
+"""Threads of a worker for liveness calls during its work: `until_death`, `place` (heartbeat), `stacks`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. The rest wait for free devices, and count as lost until they start."""
+    """Number of ranks that start with the cluster; None: all. The other ranks wait for free devices. Until they start, they count as
+    lost."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:

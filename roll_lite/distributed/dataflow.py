@@ -1,7 +1,7 @@
-"""Batches whose tokens bypass the driver.
+"""Batches whose per-token columns bypass the driver.
 
-Workers store per-token columns as blocks in Ray's object store. The driver holds one value per sample and column, and sends shards with
-references. A block lives while a Batch or a shard refers to it.
+Workers store these columns as blocks in Ray's object store. The driver holds only columns with one value per sample. It sends each
+data-parallel rank a shard: such columns, and references to blocks. A block lives while a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some samples in Ray's object store."""
+    """Per-token columns of some samples in Ray's object store."""
 
     refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
@@ -84,7 +84,7 @@ class BatchShard:
 
 
 class Batch:
-    """Driver's view of a batch: `rows` has one value per sample and column, blocks hold per-token columns."""
+    """Driver's view of a batch: `rows` holds the columns with one value per sample, blocks hold per-token columns."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         long = [key for key, column in rows.columns.items() if isinstance(column, Ragged)]
@@ -96,7 +96,8 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Column -> (index in `_refs`, row in that object) of each batch row; NOWHERE if missing."""
+        """Column -> two arrays with an entry per batch row: index in `_refs` of the object that holds it (NOWHERE if missing), row in that
+        object."""
         self.add(blocks)
 
     def __len__(self) -> int:

@@ -20,7 +20,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster: a rank raised, died or timed out. All ranks have been killed."""
+    """First failure of a cluster: a rank raised, died or timed out. The ranks are killed first, except by `pending.pause`."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -68,7 +68,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Every member of a Fleet is dead. `place`: number of the member that died last."""
+    """Every member (engine, reward worker, ...) of a Fleet is dead. `place`: number of the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -100,7 +100,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if another rank's death may be the cause: broken collectives raise RuntimeError or OSError."""
+    """True if the error may be only a consequence of another rank's death: broken collectives raise RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 

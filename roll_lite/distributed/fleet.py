@@ -79,7 +79,7 @@ class Fleet(Generic[M]):
     """Supervisor of members (engines, reward workers, ...): starts, watches and restarts them.
 
     `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
-    the fleet. `down(error)` is called once, when no member is left.
+    the fleet. `down(error)` is called once, when no member is left or the fleet has ended by an exception.
     """
 
     def __init__(

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Seconds without an answer. `look` adds the time since the last call, at most `most_s`: pauses of this process hardly count."""
+    """Clock of a process's silence. Each `look` adds the time since the previous `look`, but at most `most_s`, so that a pause of the
+    observing process hardly counts as silence."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -78,8 +79,11 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call to `silent_s` (time since the last answer) and `waited_s` (time since the last question).
-        `most_s`: maximum to add; None: 2 * `look_s`."""
+        """Add the time since the last call to `silent_s` (seconds since the last answer) and to `waited_s` (seconds since the last
+        question).
+
+        `most_s`: maximum to add, so that pauses of this process hardly count; None: 2 * `look_s`.
+        """
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

@@ -98,7 +98,8 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the deadline (monotonic clock). The cluster's limit applies only without `timeout_s` and outside a phase with a limit."""
+        """Return the deadline (monotonic clock). Without `timeout_s`, the cluster's limit applies, but not inside a phase that has its own
+        limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -194,7 +195,8 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank at fault: when a rank dies, others only report a broken collective."""
+    """Raise the failure of the rank at fault. A rank that reports a broken collective may only have noticed another rank's death, so look
+    for a dead rank first."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -217,7 +219,8 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if this rank supervised a Fleet that is down, of the Fleet's member that died last."""
+    """Raise the failure of a dead rank. If it ended because all members of its Fleet are dead (FleetDown), blame the member that died
+    last."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -266,7 +269,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Return stack traces of up to MOST_STACKS ranks, asked by a call or, without an answer, by a signal."""
+    """Return stack traces of up to MOST_STACKS ranks. A rank that does not answer this call is asked by a signal."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}

@@ -84,9 +84,10 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""(Number of consecutive polls that must all find a process stopped, seconds between polls). A merely slow process runs at some poll."""
+"""A process counts as stopped once STOPPED_LOOKS polls in a row, every STOPPED_LOOK_SECONDS, find it stopped. A merely slow process is
+found running by some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
-"""Role by class name of the workers that the rollout service starts."""
+"""Class name -> role, for the workers that the rollout service starts."""
 
 
 def member_places() -> list[tuple[str, int, Place]]:

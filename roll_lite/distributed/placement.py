@@ -25,11 +25,11 @@ from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001
-"""Share of Ray's node resource; any positive share binds a bundle to the node."""
+"""Amount of Ray's resource `node:ADDRESS` that each bundle requests. Any positive amount binds the bundle to that node."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Seconds to wait for devices that seemed free before trying other nodes."""
+"""Time limit for reserving the chosen nodes' devices. Another job may have taken them, so nodes are chosen again after it."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
 """Share of a node's CPU cores used as devices if the cluster has no GPUs."""
@@ -214,8 +214,11 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign each node number a Ray node with enough free devices: the first that leaves enough for later numbers. None if impossible.
-    `room`: free devices by Ray node. `wanted`: devices by node number."""
+    """Assign a Ray node to each node number, in order: the first Ray node with enough free devices that leaves enough for later numbers.
+    None if impossible.
+
+    `room`: (Ray node, its free devices). `wanted`: node number -> devices.
+    """
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

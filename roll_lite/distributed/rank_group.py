@@ -34,7 +34,8 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Check for an answer. Return the seconds since the unanswered question (0 if none), without pauses of this process."""
+        """Ask the rank if a question is due, or check for its answer. Return how many seconds the open question has waited (0: none is
+        open); pauses of this process hardly count."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -118,7 +119,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start and return a replacement, which counts as lost until `regain`."""
+        """Start a new actor for a dead rank and return it. The rank counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}

@@ -36,7 +36,7 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""Tested Ray versions: the first, and the first untested one."""
+"""(first supported Ray version, first later version that is not supported)."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
@@ -114,7 +114,8 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """False if the cluster accepts callers without a token: there, a driver with a token would lose its actors."""
+    """Return False if the cluster accepts callers without a token, True if it does not or gives no answer. In a cluster without tokens, a
+    driver with a token would lose its actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -154,7 +155,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Address for `auto`: the cluster recorded by `ray start`, else the only one on this machine except private ones."""
+    """Return the address for `auto`: that of the cluster recorded by `ray start`, else that of the only cluster on this machine. Private
+    clusters of runs do not count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -220,8 +222,8 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap ended processes that this process inherited from killed workers. `own`: pids of children right after Ray's start, which
-    other code reaps."""
+    """Reap dead processes that this process inherited from killed workers. `own`: pids of this process's children right after Ray's start;
+    other code reaps those."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)

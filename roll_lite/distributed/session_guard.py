@@ -34,8 +34,8 @@ def keep_exit_codes() -> None:
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of this user's processes with the session's mark in their environment, and of Ray processes with open files of the
-    session, whose titles may have overwritten the environment."""
+    """Return the pids of the session's processes: this user's processes with the session's mark in their environment, and Ray's workers
+    with open files in the session's folder. A worker's process title may have overwritten its environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -79,7 +79,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Return True if the driver reported its end, False if it died. The two guards also watch each other."""
+    """Wait for the driver's end. Return False if it died; True if it reported its end, or if the session is already cleaned up. Meanwhile
+    replace the other guard if it dies."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:
@@ -131,7 +132,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard. Returns in both: (pidfd of the other guard, whether this is the new one)."""
+    """Fork a second guard. Both guards return (pidfd of the other guard, whether this is the new guard)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -44,7 +44,7 @@ LEAST_SECONDS = 5.0
 
 
 class Preempted(BaseException):
-    """SIGTERM: save the state and end."""
+    """Raised after a SIGTERM: the run saves its state and ends."""
 
 
 class Watchdog:
@@ -56,7 +56,7 @@ class Watchdog:
         self._lost_at = 0.0
         self._told = False
         self.silence_s: float | None = None
-        """Seconds that a process may stay stopped (SIGSTOP); None: unlimited."""
+        """Seconds that one of Ray's processes may stay stopped (SIGSTOP); None: unlimited."""
         self.preempted_at: float | None = None
         """Monotonic time of a SIGTERM, which the next wait raises as Preempted."""
         self._keeps_on = False
@@ -103,7 +103,7 @@ class Watchdog:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Delay Preempted until after the block, which changes saved state."""
+        """Delay Preempted until the end of the block: a weight update or checkpoint, for example, must not be left half done."""
         before, self._keeps_on = self._keeps_on, True
         try:
             yield

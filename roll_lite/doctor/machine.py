@@ -41,9 +41,9 @@ NO_CODE = "code rewards and Python tools refuse to start (docs/code_reward.md)"
 SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS connections may be refused"
 
 SECONDS = 60.0
-"""Time limit of a separate process."""
+"""Time limit in seconds for a check in a separate process."""
 LEAST_FREE = 0.9
-"""Share of a GPU's memory that is free if no other process uses it."""
+"""A GPU with a smaller share of its memory free counts as used by another process."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (docs/environment.md) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
@@ -66,7 +66,7 @@ class Diagnosis:
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a separate process. RuntimeError if that crashes or hangs."""
+    """Call a function in a separate process. RuntimeError if the process crashes or takes longer than SECONDS."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
         return pool.submit(function, *arguments).result(SECONDS)
@@ -118,7 +118,7 @@ def check_gpus() -> Iterator[Diagnosis]:
 
 
 def ask_torch() -> tuple[str, list[Memory], list[str]]:
-    """Open each GPU. Returns torch's version, the GPUs, and pairs that cannot read each other's memory."""
+    """Open each GPU. Return (torch's version, GPUs, pairs of GPUs such as `0-1` that cannot read each other's memory)."""
     import torch
 
     cuda, numbers = torch.cuda, range(torch.cuda.device_count())

@@ -41,8 +41,8 @@ class NodeWorker(Worker):
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure an all-reduce among some ranks; all ranks must call this. Returns bytes per second that each of them sends; 0 on other
-        ranks."""
+        """Measure an all-reduce among `ranks`; every rank of the cluster must call this. Returns the bytes per second that each of `ranks`
+        sends; 0 on a rank outside `ranks`."""
         import torch
         import torch.distributed as dist
 
@@ -95,8 +95,8 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
-    """Yield the speeds, and links that are slower than others. `speeds`: bytes per second from each place to the next; last entry: in an
-    all-reduce over all."""
+    """Report the bandwidths, and warn of slow links. `speeds`: bytes per second between each two neighbours in `places`, and last, of an
+    all-reduce over all places."""
     *pairs, together = speeds
     told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
     yield Diagnosis(backend, told)

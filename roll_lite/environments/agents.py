@@ -31,7 +31,7 @@ OUTPUT_BYTES = 2**16
 @dataclass(frozen=True)
 class Endpoint:
     base_url: str
-    """URL of OpenAI's APIs; Anthropic's client takes it without /v1."""
+    """Base URL for clients of OpenAI's APIs. Anthropic's client needs it without /v1."""
     api_key: str
     model: str = "policy"
 
@@ -71,7 +71,7 @@ class AgentSession:
         self._call_numbers = count()
 
     def end(self) -> None:
-        """Set the policy object's messages to the conversation with the latest response, and its branches to the other conversations."""
+        """Store the conversations in the `Policy`: the one with the latest response as `messages`, all others as `branches`."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -110,7 +110,7 @@ class AgentSession:
         return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
-        """Find the latest response that the messages continue. Returns (response, messages after it, digest of all messages)."""
+        """Find the latest response that the messages continue. Returns (response or None, messages after it, digest of all messages)."""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):

@@ -38,7 +38,7 @@ class Environment(Protocol):
         ...
 
     def step(self, message: Message) -> Step:
-        """Answer a response of the policy by a Step, a tuple of its first fields, or a text."""
+        """Answer a response of the policy. Returns a Step, a tuple of a Step's first fields, or a text, which becomes a user message."""
         ...
 
 

@@ -35,7 +35,7 @@ from roll_lite.files import read_text
 
 TOOL_SETS = 16
 METHODS = {"reset": ("a task",), "step": ("a message",), "close": ()}
-"""Methods of an environment's class -> what they are called with."""
+"""Methods of an environment's class and the arguments that they are called with."""
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:

@@ -33,7 +33,7 @@ class Renderer(Protocol):
         ...
 
     thinking: bool
-    """True if the generation prompt already opens the policy's thoughts."""
+    """True if the generation prompt already opens the thoughts (<think>), so that responses lack the opening tag."""
 
     def text(self, text: str) -> list[int]:
         """Tokenize a whole prompt without a template."""
@@ -48,7 +48,7 @@ class Begin(NamedTuple):
     episode: int
     task: Task
     max_tokens: int
-    """Maximum tokens after the first prompt."""
+    """Maximum tokens after the first prompt, in responses and the messages between them."""
 
 
 class Answer(NamedTuple):
@@ -118,13 +118,13 @@ class Policy:
         self.answer: str | None = None
         """Answer to score instead of the last response."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode reached, or STOP if an agent ended; reset by a further response."""
+        """Limit that the episode reached, or STOP if an agent ended by itself. A further response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None
-        """Limit reached last, and its explanation."""
+        """Limit that was reached last: (reason, explanation)."""
         self.cancelled = False
         self.limits = limits
         self.room = room
-        """Tokens that may still follow the first prompt."""
+        """Tokens left after the first prompt, for responses and the messages between them."""
         self.timer: asyncio.Timeout | None = None
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = number
@@ -158,7 +158,8 @@ class Policy:
             self.finish(FinishReason.MAX_TURNS, f"the episode has had its {self.limits.max_turns} turns")
 
     async def sample(self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = ()) -> Response:
-        """Let the policy respond to new tokens, which follow response number `after`."""
+        """Let the policy respond to new tokens. `after`: number of the response that they follow; None: they are a prompt. `most`: maximum
+        tokens of the response; None: all that are left."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)

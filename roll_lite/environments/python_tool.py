@@ -67,7 +67,8 @@ class Interpreter:
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
         self.longest_wait_s = LONGEST_S
-        """Maximum seconds that a call waits for earlier calls of its response: waiting and running must end before turn_timeout_s."""
+        """Maximum seconds that a call may wait for earlier calls of the same response. After a longer wait it is not run, because waiting
+        and running must end before turn_timeout_s."""
         self._settings = settings
         self._peer: socket.socket | None = None
 

@@ -22,7 +22,8 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Text of the dummy response: letters and digits, which trimming and JSON leave unchanged."""
+"""Content of the dummy assistant message that stands for a response when the template is rendered. Letters and digits, which trimming and
+JSON leave unchanged."""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
@@ -30,11 +31,9 @@ RESULT: Message = {"role": "tool", "content": "Result7f3a9c51", "name": "tool", 
 
 
 class ChatRenderer:
-    """Renderer by a chat template.
-
-    `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path, for messages. `call_format`: None to detect it
-    from the template. `end_ids`: tokens that end a response, besides the template's own and the tokenizer's EOS (Llama's <|eom_id|>).
-    """
+    """Renderer by a chat template. `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path to name in error
+    messages. `call_format`: form of tool calls; None: detect it from the template. `end_ids`: further tokens that end a response, besides
+    the template's and the tokenizer's EOS (Llama's <|eom_id|>)."""
 
     def __init__(
         self,
@@ -177,7 +176,8 @@ class ChatRenderer:
 
 
 class PlainRenderer:
-    """Renderer for base models: contents joined, without roles. `written`: text whose added tokens stay tokens in prompts."""
+    """Renderer for base models: contents joined, without roles. `written`: the domain's template; added tokens that it spells stay tokens
+    in prompts."""
 
     thinking = False
 
@@ -267,7 +267,8 @@ def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Lookahead pattern for these texts: a prefix tree, since models have thousands of added tokens."""
+    """Build a pattern for any of these texts, to be used in a lookahead. It is a prefix tree, since models have thousands of added
+    tokens."""
     if "" in texts:
         return ""
     branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]

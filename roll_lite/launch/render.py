@@ -19,7 +19,7 @@ TEMPLATES = {"slurm": "slurm.sh.jinja", "ray": "ray.sh.jinja", "k8s": "k8s.yaml.
 SHARED = Path("/shared")
 """Mount point of the shared volume in pods."""
 CLOSING_S = 60
-"""Seconds from SIGTERM to the job's end, besides `checkpoint.on_sigterm_s`."""
+"""Seconds between SIGTERM and the job's end, in addition to `checkpoint.on_sigterm_s`."""
 LONGEST_NAME = 47
 
 

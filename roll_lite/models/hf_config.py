@@ -214,7 +214,8 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Return the sliding attention window; None: the whole context. Mistral's default is 4,096."""
+    """Return the sliding attention window of a Mistral model, 4,096 if the field is missing. None: attention to the whole context, as in
+    all other families."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 

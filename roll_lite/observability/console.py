@@ -109,7 +109,7 @@ class RunConsole:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Allow `progress` inside the block; clear its line afterwards."""
+        """Context in which `progress` may be called. Clears the progress line at the end."""
         self._last_progress = self._clock()
         try:
             yield
@@ -117,7 +117,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show (generated, scored, wanted) samples by domain: in a temporary line or, outside a terminal, every 10 s."""
+        """Show progress: a temporary line or, if the output is no terminal, at most one line in 10 s. `domains`: domain -> (generated,
+        scored, wanted) samples."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -165,7 +166,8 @@ class RunConsole:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
     def evaluation(self, results: Results) -> None:
-        """Show a row for each domain, each part of it, and all domains."""
+        """Show a table with a row for each domain, for each part of a domain (samples with one value of a `report_by` column), and for all
+        domains together."""
         overall = results[OVERALL]
         k = largest_k(f"validation/{name}" for name in overall)
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]
@@ -189,7 +191,8 @@ class RunConsole:
         self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
 
     def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
-        """Show what was done. `steps`: None after an evaluation."""
+        """Show the number of steps, the time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: last step before
+        the run was resumed; 0 if it was not."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         self.message(f"{'evaluated' if steps is None else done} in {_duration(seconds)}; everything is in {folder}")
 

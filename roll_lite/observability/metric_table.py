@@ -26,8 +26,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """Metrics that may hold the number of items of a mean, for loss functions that report its sum; the first one reported is used. Empty:
-    each optimizer step is one item."""
+    """For a mean whose sum a loss function reports: metrics that may hold the number of items. The first of them that is reported is used.
+    Empty: each optimizer step is one item."""
     shown: bool = True
     """False for inputs of derived metrics."""
 

@@ -51,7 +51,7 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 Results = dict[str, dict[str, float]]
-"""`overall`, a domain, or a part of a domain -> its metrics."""
+"""Metrics by what they cover, with the same keys as `Measures`."""
 
 
 def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) -> Results:
@@ -103,7 +103,7 @@ def write_summary(
 
 
 class LivePicture:
-    """Redraws the picture in a thread after changes, at most every `every_s` seconds."""
+    """Redraws the run's curves in a thread after changes, at most once every `every_s` seconds."""
 
     def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
         self._draw = draw
@@ -131,7 +131,7 @@ class LivePicture:
 
 
 class LiveReport:
-    """Writes report.html every `every` steps in a process of low priority, unless the last one still writes."""
+    """Every `every` steps (0: never), starts a low-priority process that writes report.html, unless the previous one still runs."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder = folder

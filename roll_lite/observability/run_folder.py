@@ -57,7 +57,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder of the experiment's runs or, with checkpoint.store, of their checkpoints there."""
+    """Return the folder that holds the experiment's runs. With checkpoint.store, return the folder of their checkpoints in this store
+    instead."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -146,7 +147,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Return the checkpoint or run that a run resumed from; None if in its own folder, or not resumed."""
+    """Return the checkpoint or run that a run resumed from; None if it was not resumed, or continued in its own folder."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

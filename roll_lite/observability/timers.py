@@ -22,7 +22,7 @@ class Span:
 
     name: str
     start: float
-    """Wall clock of the span's node."""
+    """Unix time in seconds, by the clock of the span's node."""
     seconds: float
     parent: str = ""
     """Name of the driver's span around it; empty for the step."""

@@ -6,7 +6,7 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler of the thread that starts it, with its backward passes, and of all GPU kernels of the process.
+    """Profiler. Records CPU operations of the thread that starts it and of its backward passes, and all GPU kernels of the process.
 
     Failures are returned, not raised: they must not end a run.
     """

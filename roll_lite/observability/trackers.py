@@ -138,7 +138,7 @@ class Trackers(Tracker):
         self._trackers = list(trackers)
         self._tell = tell
         self._without: set[tuple[Tracker, str]] = set()
-        """Kinds of data that a tracker does not get, because it failed with them."""
+        """(tracker, kind of data) pairs that are skipped, because the tracker failed with this kind."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
@@ -147,7 +147,7 @@ class Trackers(Tracker):
         self._each(lambda tracker: tracker.spans(step, spans), extra="spans")
 
     def show_samples(self, step: int, kind: str, file: Path, domains: Sequence[str]) -> None:
-        """Log samples of a file in samples/."""
+        """Log the first samples of each domain in `file`, a file of the run's folder samples/."""
         most = max((one.samples_per_domain for one in self._trackers if type(one).samples is not Tracker.samples), default=0)
         found = some_samples(file, domains, most) if most else {}
 
@@ -165,7 +165,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call all trackers. A failure drops the tracker or, with `extra`, only this kind of data."""
+        """Call all trackers. A tracker that fails is dropped. With `extra`, the name of an optional kind of data, it only gets no more data
+        of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -429,7 +430,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Remove the section `trackers` and secrets, such as values of environment variables with secret-like names."""
+    """Remove the section `trackers`, and hide secrets. Values of environment variables with secret-like names become `${oc.env:NAME}`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

@@ -35,15 +35,15 @@ FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 STALE_FLOOR = 0.05
 """FLOOR for samples that older weights generated."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Multiples of the earlier steps' median, or of the other engines' mean, above which an error is raised. STALE_FACTOR: for samples of older
-weights."""
+"""Limit of an engine's mean log-prob difference, as a multiple of the median of earlier steps and of the other engines' mean. Above it, an
+error is raised. STALE_FACTOR: for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
 """Minimum tokens for a comparison on samples of older weights: single tokens differ much there in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
-"""Samples of older weights also differ by the updates since, which vary much: they must exceed a limit in LASTING_STEPS steps in a row, or
-SUDDEN times the limit at once."""
+"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or exceeds SUDDEN
+times the limit once. Their differences vary much, because the trainer has been updated since."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Number of earlier steps in the median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most MOST_STEPS."""
 Age = tuple[int, int]
@@ -96,7 +96,7 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean log-prob differences of earlier steps, by Age as text."""
+        """Mean absolute log-prob differences between engines and trainer, one per earlier step, by Age of the samples, written as "0 0"."""
         self._exceeded: dict[tuple[Age, int], int] = {}
         """Number of latest steps in a row in which an engine's samples of older weights exceeded a limit, by age and engine."""
 
@@ -104,7 +104,8 @@ class Agreement:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs differ too much. `found`: sum of differences and number of tokens, by sample."""
+        """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: for each rank, the sum of
+        differences and number of tokens of its samples."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

@@ -170,7 +170,8 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Start the rollout service, judges, and resident engines and reward models. Return the pending calls."""
+    """Start the rollout service, the judges, and the engines and reward models that stay loaded. `offloaded`: reward models that do not.
+    Return the pending calls."""
     together: list[Pending[Any]] = [live.prepare_service()]
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
@@ -263,7 +264,8 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return a slot (devices) per engine replica and, for replicas that span nodes, Ray options of actors on further nodes."""
+        """Return (slots, options). `slots`: devices of each engine replica, only those on its first node. `options`: for replicas that span
+        nodes, Ray options of their actors on further nodes, as [replica][node]."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

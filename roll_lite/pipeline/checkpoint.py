@@ -81,7 +81,7 @@ class Checkpoints:
         self._running: Unfinished | None = None
         self._newest: Path | None = None
         self.copy_every, self.copied_step = config.checkpoint.in_memory_every, 0
-        """Steps between in-memory copies, and step of the newest copy; 0: none."""
+        """`copy_every`: steps between in-memory copies; 0: never. `copied_step`: step of the newest copy; 0: none."""
         self._copy: dict[str, Any] = {}
         self.continues_in_folder = continues_in_folder(config, run_folder)
 
@@ -123,7 +123,8 @@ class Checkpoints:
         self._running = Unfinished(folder, saved)
 
     def finish_if_written(self, within_s: float | None = None) -> None:
-        """Complete the checkpoint in progress if all ranks have written it."""
+        """Complete the checkpoint in progress if all ranks have written it. `within_s`: time limit for the ranks' answers; None: the
+        cluster's."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]

@@ -66,8 +66,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from: `folder` itself or, if it is a run's folder, the run's newest finished checkpoint, or else the
-    one that the run resumed from.
+    """Choose the checkpoint to resume from. `folder` is a checkpoint, which is taken, or a run's folder. Of a run, the newest finished
+    checkpoint is taken or, if it has none, the one from which it resumed.
 
     Raise ValueError if there is none.
     """

@@ -134,7 +134,8 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block. `also_loaded`: models, with parts, to load too."""
+        """Load the engine memory that a phase needs, for the duration of the block. `also_loaded`: models to load too, each with its state
+        groups; the caller offloads them."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -214,8 +215,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run each role's turn (load, work, offload); return results in order. Offloading roles that share devices take turns, others run at
-    once."""
+    """Run the turn (load, work, offload) of each role; return results in the order of `turns`. Roles that offload and share devices run one
+    after another, all others in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

@@ -22,7 +22,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Starts forward passes over finished groups during generation. Drops results of samples outside the final batch."""
+    """Starts forward passes over finished sample groups while the rest of the batch is generated. Drops results of samples that do not end
+    up in the batch."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models
@@ -71,6 +72,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's key (group, index in the group, branch), which is the same in a part of the batch and in the whole batch."""
+    """Return each row's key (group, index in the group, branch). Row numbers differ between a part of the batch and the whole batch, keys
+    do not."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

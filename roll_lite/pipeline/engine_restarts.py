@@ -74,7 +74,8 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Replaces lost engines and starts further ones (`joining`). A newcomer has started but lacks the current weights."""
+    """Starts replacements of lost engines and, with `joining`, further engines. An engine that has started but lacks the current weights is
+    a newcomer."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """Take limits: `restarts` per engine within BUDGET_SECONDS, `start_s` seconds for a start. `follows_drains`: engines leave draining
-        nodes."""
+        """`restarts`: limit per engine within BUDGET_SECONDS. `start_s`: time limit of a start; None: unlimited. `follows_drains`: restart
+        the engines of draining nodes elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -102,7 +103,7 @@ class EngineRestarts:
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """Engines that failed too often, and the times to try them again."""
+        """Time of the next attempt for each engine that failed too often."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
@@ -278,7 +279,8 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Restart an engine. One that joined later (`most_replicas`) gives up its devices and waits for free ones on any node."""
+        """Restart an engine. If it joined during the run (`most_replicas`), it gives up its devices and waits for free devices on any
+        node."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

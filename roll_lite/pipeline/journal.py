@@ -59,14 +59,14 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 UPDATES_FILE = "updates.jsonl"
 SPANS_FILE = "spans.jsonl"
 MOST_RANKS = 32
-"""Training ranks of a role in SPANS_FILE."""
+"""Maximum training ranks of a role whose spans are written to SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
 """File with node and process id of each process."""
 SHOWN_EVERY = 10
-"""Steps between samples that trackers show."""
+"""Trackers show samples in every SHOWN_EVERY-th step."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
@@ -101,7 +101,7 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Messages already printed, by (place, text without numbers): count, and full text of the first."""
+        """Messages already printed. Key: place, and text without numbers. Value: number of occurrences, and full text of the first."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)
@@ -153,7 +153,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. Parent of a span: the driver's span of the same phase around its start, or else the step."""
+        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase that was running at its start or, if
+        there is none, the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
@@ -208,7 +209,8 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: for all engines lost so far, by number. `engines`: total, lost ones included."""
+        """Report newly lost engines. `causes`: cause by engine number, for all engines lost so far. `engines`: number of engines, lost ones
+        included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -236,8 +238,9 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank, and remove records of updates after step `reached`, the last complete one. The role restarts from step
-        `since`."""
+        """Report a lost rank, whose role restarts from step `since`. Remove records of updates after `reached`, the last complete step.
+        `repeats`: what is repeated in between ("steps" or "the updates of steps"). `in_memory`: True if the role restarts from an in-memory
+        copy."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -391,7 +394,8 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates, by role and data parallel rank. Metric sums are equal on all ranks; peaks are merged."""
+        """Record a step's optimizer updates, given as {role: [data parallel rank][update]}. Metric sums are equal on all ranks, so they are
+        read from the first; peaks are merged over ranks."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)

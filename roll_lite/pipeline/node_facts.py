@@ -125,7 +125,8 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences that prevent the run from starting. The first node is the driver's."""
+    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address; the driver's node is the
+    first in `facts`."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):
@@ -152,7 +153,8 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells by column and address."""
+    """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells, {column name: {address:
+    text}}."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

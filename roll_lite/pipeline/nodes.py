@@ -139,7 +139,8 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> Non
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. A node that shares the run folder answers the driver's probe file with a file beside it."""
+    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node creates
+    a file beside the driver's probe file."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

@@ -134,10 +134,10 @@ class Recovery:
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
-        """Restart lost roles and return to the state after the last step.
+        """Restart the lost roles and return to the state after the last step.
 
-        If weights are lost or unknown, trained models load the checkpoint (`goes_back`) and repeat updates on the kept batches or, if
-        batches are missing, whole steps (`rewinds`).
+        If trained weights are lost or unknown, all trained models load the newest checkpoint or in-memory copy (`goes_back`). Later updates
+        are then repeated on the kept batches. If batches are missing, the run repeats whole steps instead (`_rewinds`).
         """
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}

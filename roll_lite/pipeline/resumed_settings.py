@@ -15,7 +15,7 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings that may not change. In all tables, an entry covers all settings below it; `*` matches any name."""
+"""Settings that may not change. Here and in the tuples below, an entry covers all settings below it; `*` matches any name."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
 """Sections that affect how samples are generated and scored."""
@@ -29,7 +29,7 @@ HARMLESS = (
     *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
-"""Settings of OF_SAMPLES, without OF_ENGINES, that do not affect samples."""
+"""Settings in the sections OF_SAMPLES that do not affect samples, except those in OF_ENGINES, which do."""
 
 
 @dataclass(frozen=True)

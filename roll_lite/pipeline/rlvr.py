@@ -78,7 +78,7 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients used in this step; the KL that it measures updates them for the next step."""
+        """KL coefficients of this step, for reward and loss. The KL measured in this step updates them for the next."""
         self.compare_later: Callable[[], None] | None = None
         """Call that compares engines and trainer at the end of the step (`on_mismatch: pause`)."""
         self.steps_done = 0
@@ -263,7 +263,8 @@ class RLVRPipeline:
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if engines and trainer differ, except in a repeated update, which was compared before."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. An update repeated after the loss of a rank passes: it
+        was checked the first time."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:

@@ -132,8 +132,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Lets SIGTERM and SIGHUP end a run like Ctrl-C, except signals ignored by nohup. A first SIGTERM lets a run with checkpoints save
-    its state."""
+    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) saves its state
+    before it ends. Signals already ignored at the start, as with nohup, stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves

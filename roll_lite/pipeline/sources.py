@@ -41,7 +41,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in an earlier state: prompts that it started later start again."""
+        """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if engines
@@ -111,10 +111,11 @@ class LiveRollouts(BatchSource):
     """Addresses of the judges' servers, by name and rank."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
-    """Judges that are lost and do not serve again yet, with the time of the loss."""
+    """Time of the loss of each judge that does not serve again yet."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read data and tested rewards. Return the pending call that starts it."""
+        """Wait until the rollout service has read its data and tried the rewards on a canned response. Then start the service, and return
+        that call without waiting for it."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
@@ -195,8 +196,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once, or, if engines offload, once the
-        batch or validation is done."""
+        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, but only
+        after the batch or validation if they offload."""
         lost: RankFailed | None = None
         while True:
             try:

@@ -23,14 +23,14 @@ from roll_lite.files import first_line
 
 NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
-"""Settings whose folders must outlive the job."""
+"""Settings with paths that must outlive the job: Ray deletes the job's copy of the current folder."""
 CLOSING_S = 60
 """Seconds that a stopped run has, in addition to `checkpoint.on_sigterm_s`, before Ray kills it."""
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield paths that the job, running in an uploaded copy of the current folder, would not find. `written`: settings with relative
-    paths."""
+    """Yield settings whose paths the job would not find, since it runs in an uploaded copy of the current folder. `written`: settings with
+    relative paths. `folder`: of the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

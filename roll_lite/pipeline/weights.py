@@ -63,7 +63,7 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
-        """Version last sent; None before the first `push`, which also sends start weights."""
+        """Version last sent. None before the first `push`, which sends even the start weights, and after the loss of a training rank."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
 
     @property
@@ -111,7 +111,7 @@ class WeightSync:
             self._rollouts.one(RolloutWorker.set_version, self._version)
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Return the model to load for `push`; None if nothing is to be sent."""
+        """Return the actor, which must be loaded for `push`; None if nothing is to be sent."""
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:

@@ -58,8 +58,8 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model: folder `named` (--model), else `path`. Without a config.json there, find the known public model whose name is a
-    prefix of the folder's name or, if no path is set, of the configuration's."""
+    """Find the model's architecture by the config.json in folder `named` (option --model), else in `path`. Without one, choose the public
+    model whose name begins the folder's name or, if no path is set, the configuration's name."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

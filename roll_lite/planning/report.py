@@ -72,7 +72,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield changes of one setting after which everything fits, with the memory that each saves at the peak."""
+    """Yield, for each role, the first change of a single setting after which everything fits, with the peak memory that it saves."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(role.strategy, before, device):
@@ -132,7 +132,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try layouts on this many devices in order of estimated speed, fastest first, until enough fit."""
+    """Try layouts on this many devices in order of estimated speed, fastest first, until enough fit. Return plans for those that fit."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
@@ -166,7 +166,8 @@ def _layouts(model: Architecture, trainers: int) -> Iterator[dict[str, Any]]:
 
 
 def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
-    """Place trainers on the first devices and all other roles on the rest or, if none is left, all roles on all of them in turns."""
+    """Place training roles and the reference on the first devices, and all other roles on the rest. If nothing is left, all roles take
+    turns on all devices."""
     first = 0 if trainers == devices else trainers
     for name, role in roles(config).items():
         own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
@@ -177,8 +178,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield configurations with the given tensor_parallel of the engines and with the fastest other one, if their KV cache holds a
-    sample."""
+    """Yield two configurations: with the given tensor_parallel of the engines, and with the fastest other value. A value whose KV cache has
+    no room for a sample is skipped; the next fastest takes its place."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:

@@ -27,7 +27,7 @@ class Device:
     link_gb_s: float
     """Bandwidth to other devices of the node, in one direction."""
     network_gb_s: float
-    """Bandwidth to other nodes; each device has a network adapter."""
+    """Bandwidth of one device to other nodes; each device has a network adapter."""
 
 
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))

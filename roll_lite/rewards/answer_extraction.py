@@ -66,7 +66,8 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Contents of the last nonempty \boxed{} and of boxes before it, joined to it by commas, `and` or `or`."""
+    r"""Return, in order, the contents of the last nonempty \boxed{} and of the boxes before it, as long as only commas, `and` or `or` stand
+    between two boxes."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

@@ -29,7 +29,7 @@ HARMLESS_RESPONSE = "I do not know."
 CANNED_RESPONSE = "The answer is 1."
 """Response used to try rewards and environments before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in rewards that the response may have caused; others may come from the machine."""
+"""Exceptions that may have been caused by the response when a built-in reward raises them. Others are not blamed on the response."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
@@ -42,7 +42,8 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused. If a harmless response can be scored, the response gets the lowest score."""
+    """Failure that the response may have caused. To find out, a harmless response is scored in its place: if that succeeds, the suspected
+    response gets the reward's lowest score; otherwise the sample fails."""
 
 
 class RewardType(Section):
@@ -117,7 +118,8 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run a coroutine of `score` or `scores` of a sync function, which never awaits, without an event loop."""
+        """Run `score` or `scores` of a sync function without an event loop. Their coroutines never suspend, because the function awaits
+        nothing."""
         try:
             scoring.send(None)
         except StopIteration as end:

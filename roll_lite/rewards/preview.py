@@ -140,7 +140,8 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load prompts and the responses to score; the whole split if responses come from a file or reference answers are checked."""
+    """Load the prompts, and choose the responses to score: tries of (prompt, response, finish reason). The prompts are the whole split if
+    responses come from a file or reference answers are checked, else only those that are tried."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:

@@ -27,7 +27,7 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions of the program that would silently end a loop in the tests, which get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests. If the program raises one, the tests get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
@@ -41,7 +41,8 @@ class _Aborted(BaseException):
 class Remote:
     """Proxy in the tests' process for one of the program's functions, classes or objects.
 
-    `at`: its name, its number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class Solution.
+    `at`: address in the program's process: the name of a function or class, the number of an object, or [object's number, method name] of a
+    method. `has_methods`: True for an object of LeetCode's class Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -51,7 +52,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For functions and classes, abort the test, which then runs in the program's process."""
+        """Return a method of a Solution object. For a function or class, abort the test and run it again in the program's process. Other
+        objects have no attributes here."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):

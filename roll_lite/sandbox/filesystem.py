@@ -77,7 +77,8 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return two lists: paths with nothing hidden inside, and folders that contain hidden paths and may only be listed."""
+    """Split a path so that what is hidden below it can be left out. Returns two lists: paths with nothing hidden inside, and folders that
+    contain hidden paths and may only be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -195,7 +196,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, however deep, and with folders that its program made unreadable."""
+    """Remove a folder, even if it is very deep or if the program made subfolders unreadable."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder):  # noqa: PTH112

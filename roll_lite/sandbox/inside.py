@@ -153,7 +153,8 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Guard unittest's comparing methods: failures count even if caught, and equal objects must have equal state."""
+    """Wrap unittest's assert methods: a failure counts even if the program catches it, and objects of the program's classes are equal only
+    if their attributes are, whatever their `__eq__` says."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +234,8 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Remove the guards; return the names of operators and checking functions that the program replaced."""
+        """Disable the guards. Return the names of what was replaced during the test: operator methods of classes, and functions that we
+        added to the test, such as `__compare__`."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -242,7 +244,8 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the classes of a value and its items, which the program may have just created."""
+    """Guard the operators of a value's class and of its items' classes, since the program may have created these classes a moment ago.
+    Returns the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -255,13 +258,14 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard the class of a value that a test reads from a variable or by subscript. Skip instances of classes loaded before the program,
-    even containers: `guard_value` has guarded their items."""
+    """Guard a value that a test reads from a variable or by subscript. Skip it if its class was loaded before the program, even if it is a
+    container: `guard_value` has already guarded its items."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values in a test's `abs(a - b)`. If only one is an object of the program, subtract their plain data."""
+    """Subtract two values for a test's `abs(a - b)`. If only one is an object of the program, convert it to plain data first: its own
+    `__sub__` would see the expected value and could fake the result."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
@@ -331,7 +335,7 @@ def _is_of_objects(value: Any) -> bool:
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the test applies the operator; False if the program does."""
+    """True if the operator that `frame` calls is applied by the test; False if by the program."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True

@@ -1,6 +1,6 @@
 """Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
 
-A preloaded interpreter (zygote.py) is isolated once, then each program that it forks once more.
+A preloaded interpreter (zygote.py) is isolated once. Each program that it forks is then isolated further.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""First user id for sandboxes; each has its own, so that its processes can be counted and signalled separately."""
+"""Base of sandboxes' user ids. Each sandbox adds its process id and so has its own user, whose processes can be counted and signalled
+separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Address space limit divided by memory limit: programs reserve more than they use."""
@@ -49,7 +50,8 @@ TRIAL = {
 
 @dataclass
 class Isolation:
-    """Outer isolation. `held`: mechanism by protection. `why_not`: reasons for missing protections."""
+    """Isolation of the interpreter. `held`: for each protection (such as files, network), the mechanism that provides it. `why_not`:
+    reasons for missing protections."""
 
     kind: str
     held: dict[str, str]
@@ -129,8 +131,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become the unprivileged user NOBODY in a new user namespace. Return False if that is impossible: programs must then start under
-    another user id. PermissionError if that is impossible too."""
+    """Become the unprivileged user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start
+    under another user id. PermissionError if that is not allowed either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -242,7 +244,8 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return readable paths, and folders whose names may only be listed: landlock cannot hide a path below a readable folder."""
+    """Return two lists: readable paths, and folders that may only be listed. The latter contain hidden paths: if such a folder were
+    readable, landlock could not hide anything below it."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -322,7 +325,8 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths; requires no_new_privs. `named`: folders whose names may only be listed."""
+    """Restrict this process and its children to these paths with landlock; requires no_new_privs. `named`: folders that may only be
+    listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

@@ -60,7 +60,8 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""Orders to kill, pause or resume the running program. White space, so that the JSON reader skips a late order."""
+"""One-byte orders to kill, pause or resume the running program. They are white space, so that the reader of requests can skip an order that
+arrives after the program's end."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 

@@ -240,7 +240,7 @@ class Sandbox:
                 self._line.send(what)
 
     def printed(self) -> bytes:
-        """Output of the running program so far, at most its last output_kb."""
+        """Return the standard output of the running program so far, at most the last `output_kb` kilobytes."""
         assert self._running is not None
         program, (_, _, stdout, *_), _ = self._running
         most = program.limits.output_kb * 1024

@@ -104,7 +104,8 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Ignore attempts to raise a limit, which are common in contest programs."""
+    """Replacement of `resource.setrlimit` for programs. Contest programs often try to raise their limit of memory, CPU time or stack: a
+    refused attempt is ignored."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -215,8 +216,8 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. Standard output then holds the piece's
-    output. One byte is written to PEER: 1 if the piece failed, else 0."""
+    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. After a piece, standard output holds only
+    this piece's output, and one byte is written to PEER: 1 if the piece failed, else 0."""
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # omits the frame of this function

@@ -183,7 +183,7 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
     """Build the filter; OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which needs
-    stricter rules. `signals_stay`: its signals are already confined."""
+    stricter rules. `signals_stay`: signals are already confined in another way, so the filter has no rules for them."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -216,13 +216,15 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Build instructions that allow these calls only if the first argument, a process id, is 0 or `own_pid`."""
+    """Build instructions that allow these system calls only if the first argument, a process id, is 0 or `own_pid`. `calls`: pairs of call
+    numbers (x86_64, aarch64); `column`: index of this machine's number."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Build instructions that refuse a system call unless a test of its argument jumps past the refusal."""
+    """Build BPF instructions (code, jump if true, jump if false, operand) that refuse system call `number` unless one of `tests` jumps past
+    the refusal. `argument`: index of the argument to test."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, REFUSE | errno.EPERM), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

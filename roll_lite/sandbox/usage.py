@@ -29,7 +29,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds of each process at its last sample: the only record of a child that its parent never waits for."""
+        """CPU seconds of a process at its last sample, by (pid, start time): the only record of a child that its parent never waits for."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
@@ -37,7 +37,7 @@ class Usage:
             """Resident pages of this interpreter, subtracted from forked programs, which share them."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings by process; each sample counts the mappings of one random process."""
+        """Number of memory mappings, by (pid, start time); each sample counts the mappings of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -176,7 +176,8 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path of a living thread if the main thread has ended, since /proc/PID then shows no memory; else empty."""
+    """Return the path of a living thread, relative to /proc/PID, if the main thread has ended: /proc/PID itself then shows no memory. Empty
+    if the main thread is alive."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

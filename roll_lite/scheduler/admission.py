@@ -93,8 +93,8 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the minimum number of batches requested at a group's admission with which it is fresh enough for the domain's next
-        batch."""
+        """Return the minimum `batches_requested` at a group's admission: a group admitted at a smaller number is too stale for the domain's
+        next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 
@@ -115,7 +115,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches; at most one batch may wait for scores."""
+        """Return how many samples each domain may start for later batches, so that at most one batch of its samples waits for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

@@ -23,7 +23,8 @@ LEAST_LOSSES = 8
 more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Second limit: the run fails if this fraction of a window is lost. Window: LONG_WINDOW_FACTOR times as many groups as the first limit."""
+"""Second limit: the run fails if this fraction of the latest groups is lost. It counts LONG_WINDOW_FACTOR times as many groups as the first
+limit."""
 
 
 class DomainFailed(RuntimeError):
@@ -118,7 +119,7 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
-        """For prompts in flight at the resumed checkpoint: number of the new group, by that of the old."""
+        """New group number of each prompt that was in flight at the resumed checkpoint, by its old group number."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)

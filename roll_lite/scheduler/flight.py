@@ -146,7 +146,8 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Name of the shared prefix: the sample's earlier turns, an agent's own prompt, or the group's prompt."""
+        """Key of the token prefix that requests share: the sample's earlier turns if there are any, otherwise an agent's own prompt or the
+        prompt of the sample group."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -162,7 +163,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill after the shared ones: new messages and the response before an interruption."""
+        """Number of tokens to prefill beyond `shared_tokens`: new messages of this turn, and what was generated before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 

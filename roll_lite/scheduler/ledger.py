@@ -21,7 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return an ended group's line. `batches_requested`: at its start. `continues`: dropped group whose prompt it restarts."""
+    """Return the line of a group that ended. `row`: (epoch, prompt). `batches_requested`: number when the group started. `continues`:
+    number of the dropped group whose prompt this group started again."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

@@ -95,8 +95,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started: (domain, its number over all batches). Return None if no number is
-        below its domain's limit in `most`."""
+        """Take the next planned group whose prompt has not started. Return (domain, number of the group over all batches). Groups whose
+        number reaches their domain's limit in `most` do not count; return None if no other is left."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -120,7 +120,8 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return the number of batches until one contains this domain: 1 for the next batch, at most `most` + 1."""
+        """Return which of the coming batches is the first that contains this domain: 1 for the next batch, `most` + 1 if none of the next
+        `most` does."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
@@ -176,7 +177,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Return the next prompt: (epoch of its file, row number)."""
+        """Return the next prompt: (epoch of its file, row number counted over all files)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index

@@ -18,8 +18,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
-"""Requests sent beyond an engine's slots (requests run at a time), as a fraction of the slots: they wait in the engine and fill free slots
-at once."""
+"""Requests that wait inside an engine to fill free slots at once, as a fraction of its slots (requests that it runs at a time)."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Aborts in a row without progress after which a request fails."""
 
@@ -293,7 +292,8 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests, first of the domain with the fewest in flight: long responses of one domain must not delay others."""
+        """Send waiting requests. The domain with the fewest requests in flight goes next, so that one domain's long responses do not delay
+        the others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -346,14 +346,14 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, so that its replacement
-    gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all requests of the wave that it had start again, so that
+    its replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
         self._all_serve = all_serve
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
-        """Engine name and future awaited by `starts_again`, by id of answered request."""
+        """Answered requests, by id: name of the engine, and the future that `starts_again` awaits."""
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:

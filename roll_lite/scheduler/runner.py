@@ -43,13 +43,14 @@ class _Row:
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """Start an empty row or, after the response `context`, a branch: its prompt is all tokens up to the end of this response."""
+        """Start an empty row. With `context`, an earlier response, start a branch instead: a row whose prompt is all tokens up to the end
+        of that response."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if the last response has no successor: the next request that continues it extends this row."""
+        """True if nothing follows the last response yet. A request that continues that response then extends this row."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -60,10 +61,10 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually one.
+    """Sample being generated: a tree of responses, usually just one.
 
-    Its paths become training sequences (rows). A response extends the row of its predecessor, or starts a new row if that row already
-    continues; so it trains in exactly one row.
+    Its branches become training sequences (rows). A response extends the row of the response that it follows. If that row already goes on,
+    it starts a new row. So each response trains in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -148,7 +149,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Lost attempts of an episode that do not count as failed: another episode may have killed the worker."""
+"""Number of lost attempts of an episode that do not count as failures: another episode may have killed the worker."""
 
 
 class EpisodeFailed(Exception):
@@ -172,7 +173,8 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a seed from a sample's identity and attempt, so that a restarted prompt gets the same samples."""
+    """Return a function that derives a sample's seed from its identity and attempt number: a prompt generated again after a restart gets
+    the same samples, a retry another one."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -234,7 +236,8 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """Return a running sample's checkpoint state; None without tokens, or for an environment's episode, which starts again."""
+        """Return a running sample's checkpoint state. None if it has no tokens yet, or while an environment plays its episode, which a
+        resumed run starts again."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 

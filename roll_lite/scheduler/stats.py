@@ -15,7 +15,8 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. Annotations: the metric's name and, for means, the field that counts the items."""
+    """Statistics of one domain in one batch. An annotation holds the metric's name and, if the metric is a mean, the field with the number
+    of items."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
@@ -25,7 +26,7 @@ class DomainStats:
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
-    """Groups without a surviving sample or greedy baseline, each replaced by another prompt."""
+    """Groups of which all samples, or the greedy baseline, failed. Another prompt replaces each."""
     timed_out_groups: Annotated[int, "rollout/timed_out_groups"] = 0
     scored: Annotated[int, "rollout/scored_samples"] = 0
     accepted: Annotated[int, "rollout/samples"] = 0

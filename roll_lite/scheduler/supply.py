@@ -61,7 +61,8 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts prompts as others end. At most max_staleness + 1 batches are started and untrained, so no group becomes too old."""
+    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not yet trained, so no group becomes too
+    old."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
@@ -99,7 +100,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Minimum size of a log-prob pass during generation: 1/LEAST_SHARE of a batch's groups, newly finished."""
+"""Groups that must be newly finished to start a log-prob pass during generation: 1/LEAST_SHARE of a batch's groups."""
 
 
 def least_early(prompts_per_step: int) -> int:

@@ -29,7 +29,8 @@ class SavedSample:
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome of a complete sample. None: the sample waits for its score or, with finish reason ABORT, its first response continues."""
+    """Outcome of a complete sample; None for others. An incomplete sample waits for its score or, with finish reason ABORT, its first
+    response continues."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False

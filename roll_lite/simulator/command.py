@@ -79,7 +79,8 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Yield half, the same and twice the engines, each with all possible supply policies. Only sync supply keeps `oversample`."""
+    """Yield scenarios with half, the same and twice the number of engines, each with all possible supply policies. Only those with `supply:
+    sync` keep `oversample`."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

@@ -43,8 +43,8 @@ class EngineRates:
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Engine seconds of a response if `slots` requests always run: its share of passes, arithmetic, cache reads, and a prefill of
-        `prefilled` tokens."""
+        """Return the engine time in seconds that one response costs when `slots` requests always run: 1/`slots` of each pass's fixed cost,
+        its own arithmetic and cache reads, and the prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 

@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Return the value below which the fraction `share` of draws lies."""
+        """Return the quantile at `share` (between 0 and 1)."""
         ...
 
 

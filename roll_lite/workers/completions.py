@@ -19,7 +19,8 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of a piece of a response: token blocks store no log-prob for a row's first token."""
+"""Dummy first token of each piece of a response. Token blocks store no log-prob for a row's first token, so without it the log-prob of a
+real token would be lost."""
 
 
 TURN_LINGER_S = 0.005
@@ -75,7 +76,8 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with its earlier turns' tokens; None, after failing the request, if they are lost."""
+        """Return the request with the tokens of earlier turns put before its prompt. If those tokens are lost, fail the request and return
+        None."""
         if request.context is None:
             return request
         try:
@@ -142,8 +144,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and token blocks. Wait for the first completion, then `linger_s` for
-        more."""
+        """Return completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for the
+        first completion, then up to `linger_s` for more."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

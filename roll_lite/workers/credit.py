@@ -63,7 +63,8 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute Credit from the columns of credit_columns. All head ranks (one per data parallel rank) must call it."""
+    """Compute advantages and the critic's targets from the columns that `credit_columns` names. All head ranks (one per data parallel rank)
+    must call it."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -73,8 +74,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that merges rows' moments to (mean, 1 / standard deviation) over all ranks' training tokens; skips non-finite
-    rows."""
+    """Return a function that merges the moments of rows into (mean, 1 / standard deviation) over the training tokens of all ranks. It
+    leaves out rows with non-finite moments."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])

@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Samples of the whole global batch, including samples that do not train; all tensors [N]."""
+    """Samples of the whole global batch, including samples that do not train. Tensors are [N], except `local`."""
 
     rewards: torch.Tensor
     """float64: the reward after shaping, minus coef * the sample's KL."""
@@ -28,7 +28,7 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: sample of each of this rank's rows; several rows may be one sample (an agent's branches).
+    """[B] int64: index in this table of the sample of each of this rank's rows. Several rows may be one sample (an agent's branches).
     `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
@@ -57,9 +57,9 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Return (advantages, critic's targets or None), [B, T-1], 0 where masked.
+    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), both [B, T-1] and 0 where masked.
 
-    If it returns a number per row, all policy tokens of the row get it.
+    If the estimator returns a number per row, all policy tokens of the row get it.
     """
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)

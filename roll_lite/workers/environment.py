@@ -69,7 +69,7 @@ class _Lost(NamedTuple):
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
     since: float | None
-    """Time since which the environment works; None while the policy responds."""
+    """Time at which the environment began to work; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -90,7 +90,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Send an order, together with all others of this turn of the event loop."""
+        """Send an order to the worker, in one call with all other orders given in this turn of the event loop."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)
@@ -105,8 +105,8 @@ class EnvironmentPool:
     """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, which send requests only when all samples
-        wait."""
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs: they send requests only once all samples wait
+        for a response, so all episodes must run."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment

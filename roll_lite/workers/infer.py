@@ -56,7 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: for each replica, the Ray options of its actors on further nodes."""
+        """`parts`: Ray options of actors on further nodes, as [replica][node]."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -137,7 +137,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Start a profiler recording of the engine's workers or, with a folder, write it. Return failures by worker, empty if none."""
+        """Without a folder, start a profiler recording of the engine's workers. With a folder, end the recording and write it there. Return
+        an error text per worker, empty on success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -172,9 +173,11 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work. Raise MemberLost if the engine is dead or raises an error; then a living one is given up.
+        """Await the engine's work. Raise MemberLost if the engine is dead. If it lives but raises an error, give it up and raise MemberLost
+        too.
 
-        A living engine's TransferError passes unchanged; with the run's first weights any error does: all engines would raise it.
+        Two kinds of error of a living engine pass unchanged: TransferError and, with the run's first weights, any error, since all engines
+        would raise it.
         """
         try:
             return await work
@@ -187,7 +190,8 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet: an engine or, after its loss, its replacement."""
+    """Place of an engine in the rollout service's Fleet, which watches and restarts its members. After a loss, the engine's replacement
+    takes this place."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name

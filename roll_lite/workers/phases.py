@@ -32,7 +32,7 @@ REMEDIES = {
 }
 """Settings to change if a phase runs out of memory."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
-"""Settings to change in every phase."""
+"""Advice for running out of GPU memory in any phase, appended to the phase's own in REMEDIES."""
 
 
 @dataclass

@@ -41,7 +41,7 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Return (any is async, any takes lists of samples, note for the user)."""
+        """Load and warm up the reward functions. Return (True if any is async, True if any takes lists of samples, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 

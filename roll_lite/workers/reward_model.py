@@ -71,8 +71,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score or, if it cannot be scored, the reason. Call on all ranks of a model copy; only its head rank returns
-        results, others None."""
+        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call it. Only the copy's head
+        rank returns results, other ranks return None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])

@@ -62,8 +62,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that are replaced together: all with Megatron, each alone with hf. Ray restarts their processes, `start`
-    loads the model."""
+    """Ranks of a reward model that are restarted together: all ranks with Megatron, a single rank with hf. Ray restarts the processes;
+    `start` then loads the model into them."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -75,7 +75,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True once the model is loaded: first by the driver, after a loss by `start`."""
+        """True until the first `start`, because the driver has loaded the model. Later calls of `start`, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -97,7 +97,8 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank is silent or dead. Return the cause of silence; raise MemberLost after death or restart."""
+        """Wait until a rank dies or stops answering. Return the cause if it stopped answering; raise MemberLost if it died or was
+        restarted."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:

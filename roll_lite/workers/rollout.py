@@ -203,7 +203,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return rewards to test before engines start: only components that need no model or judge of this run."""
+        """Return the tests of rewards that can run before engines start. Of a reward that needs a model or judge of this run, test only the
+        components that need none."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -290,8 +291,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups already certain to be in the batch being collected. Groups in `known` are left out;
-        empty if fewer than `least` remain."""
+        """Return rows and tokens of finished groups that are already certain to be in the batch being collected, except the groups in
+        `known`. Return none if there are fewer than `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -404,7 +405,8 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines, with `keep_mask` only if sampling is truncated."""
+    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, engines also return the token ids that survive top-k,
+    top-p and min-p."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

@@ -29,14 +29,14 @@ from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 REPORTED = ("level", "subject")
-"""Data columns for whose values a validation is reported by default."""
+"""Data columns by whose values a validation reports its results by default."""
 NONE: Mapping[str, Sequence[str]] = {}
 
 # ---------------------------------------------------------------- for the driver
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return rows of accepted, scored samples, one per branch of the episode, numbered from 0."""
+    """Return the rows of samples that were accepted and scored: one per branch of an episode, numbered from 0 in the column `sample`."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -70,8 +70,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Return, by domain, the data columns for whose values a validation is reported: `data.report_by` or, if null, the columns of REPORTED
-    that all prompts have as texts or numbers, with at most MOST_REPORTED values."""
+    """Return by domain the data columns by whose values a validation reports its results. These are `data.report_by` or, if that is null,
+    the columns of REPORTED that are text or numbers in all prompts and have at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)
@@ -88,7 +88,7 @@ def parts_of(sample: Sample, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], columns: Mapping[str, Sequence[str]]) -> DataProto:
-    """Rows of a validation. `columns`: by domain, columns for whose values results are also reported."""
+    """Return the rows of a validation, one per sample. `columns`: the data columns that `reported_columns` returns."""
     parts = [parts_of(sample, columns[group.domain]) for group in groups for sample in group.samples]
     answers = [number for group in groups for number in _answers(group)]
     return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), parts=object_column(parts))

@@ -21,8 +21,8 @@ microseconds to send."""
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with a vector per token, padded with -1: ids that survived top-k, top-p or min-p, and MoE experts. All -1: not
-truncated, or unknown experts."""
+"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived top-k, top-p or min-p; all -1 if sampling
+was not truncated. EXPERTS: MoE experts; all -1 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class TokenRecord:
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill unknown expert ids from the engine's. Known ids stay: sampling used them, while a prefill may choose other experts."""
+        """Fill unknown expert ids with `experts`, which the engine reported. Known ids stay: sampling used them, while a prefill may choose
+        other experts."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -92,7 +93,8 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block with one row, a sample so far: earlier turns, prompt, and response `parts` without their dummy first tokens."""
+    """Return a block with one row: a sample's tokens so far, which are earlier turns, prompt and response. `parts`: pieces of the response,
+    whose dummy first tokens are dropped."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

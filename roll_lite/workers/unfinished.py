@@ -22,7 +22,8 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of samples with tokens, by group and index; samples with lost tokens are left out."""
+    """Return a Parquet file of the samples in `found`, given as {group: {index: sample}}. Samples without tokens, or with lost tokens, are
+    left out."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -64,7 +65,8 @@ def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> Save
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read samples; none if the file's token columns are not TOKEN_COLUMNS and `columns`. `store`: puts a block into the object store."""
+    """Read the samples in a file. Return none unless its token columns are exactly TOKEN_COLUMNS and `columns`. `store`: puts a block into
+    the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):

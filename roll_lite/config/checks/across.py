@@ -37,7 +37,7 @@ SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = {name: name for name in ("wandb", "mlflow", "swanlab")}
 SERVICES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
-"""Trackers by name, with the module that each needs."""
+"""Tracker name -> Python module that it needs."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
@@ -234,7 +234,8 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report names in `simulation.domains` that look misspelt; other unknown names may be removed domains."""
+    """Report unknown names in `simulation.domains` that resemble one of the run's domains. Other unknown names are allowed: their domains
+    may have been removed from the run."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

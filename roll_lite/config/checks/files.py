@@ -91,7 +91,8 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _read_model(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder; yield its problem, if any. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""
+    """Read a model folder; yield its problem, if any. Return (shape, HfConfig). Both are None if the folder is unreadable; only HfConfig is
+    None if the model is unsupported."""
     shape = None
     try:
         shape = read_model_shape(folder)

@@ -26,8 +26,9 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is a function that takes keyword `arguments` (None: not checked). `or_class`: a
-    class is accepted too. `given`: further keywords that the run passes. `inputs`: positional arguments, in words."""
+    """Check that `name`, the value of setting `path`.`key`, is a function that accepts the run's call. `arguments`: keyword arguments from
+    the configuration (None: do not check the call). `given`: further keyword arguments that the run passes. `inputs`: description of each
+    positional argument, for messages. `or_class`: accept a class too, without checking the call."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -59,8 +60,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Return the syntax tree that defines a name, through assignments and imports. None if only running the code could tell. ValueError if
-    missing or unreadable."""
+    """Return the syntax tree of what a dotted path names, following assignments and imports. None if only running the code could tell.
+    ValueError if the module or name is missing, or the file unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -114,7 +115,8 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield (name, syntax tree of its value) for names that statements bind; the tree is None if known only at run time."""
+    """Yield (name, node) for each name that the statements bind. The node is the definition, the assigned value or the `from` import; None
+    if the value is known only at run time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

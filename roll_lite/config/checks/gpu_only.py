@@ -1,6 +1,7 @@
 """Checks of settings that need GPUs.
 
-Only runs call `needs_gpus`: `roll-lite check` may run on another machine.
+`needs_gpus` looks at this machine. Its findings end `roll-lite run`, but are only notes in `roll-lite check`, which may run on another
+machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Check this machine's GPUs and packages. A cluster's machines are checked when they start."""
+    """Refuse settings that need GPUs or packages which this machine lacks. A cluster's machines are checked when they start."""
     if layout.runs_on_cluster(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -85,11 +86,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of processes up to which float32 runs without GPUs get no note, even on fewer CPU cores."""
+"""A float32 run without GPUs gets a note only if it has more processes than this, and than CPU cores."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if no GPUs are visible for a bfloat16 run, or a run with more processes than cores."""
+    """Return a note if no GPUs are visible here, but the run is in bfloat16 or has more processes than SMALL_RUN and than CPU cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -237,7 +237,7 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return notes on roles that share GPUs and both stay loaded."""
+    """Return a note on each pair of roles that share GPUs without offloading."""
     notes = []
     staying = {name: role for name, role in roles(config).items() if not getattr(role, "offload", False)} if gpus_visible() else {}
     for (name, role), (other, its) in combinations(staying.items(), 2):

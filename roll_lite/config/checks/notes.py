@@ -41,7 +41,7 @@ RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """Settings that `examples/recompute.py` cannot recompute."""
+    """List the run's settings that `examples/recompute.py` does not support."""
     lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
@@ -66,11 +66,11 @@ def batch_notes(config: RunConfig) -> list[str]:
 GIB = 1 << 30
 MOMENTS = 8
 HOST_STAGING_BYTES = 8
-"""Bytes per weight of the gradient and weight copies that an optimizer on the host needs."""
+"""Bytes of host memory per model weight for copies of weights and gradients, if the optimizer is on the host."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of host memory by role, over all nodes, for tensors that are offloaded or always there."""
+    """Bytes of host memory by role, summed over nodes, for tensors that are offloaded to it or always kept in it."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):

@@ -32,7 +32,7 @@ _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
 def table_of(project: str) -> dict[str, Any]:
-    """Load a project's table; verl.yaml explains its form."""
+    """Load a project's conversion table; verl.yaml explains its form."""
     table: dict[str, Any] = parse_yaml(FilePath(__file__).with_name(f"{project}.yaml").read_text(encoding="utf-8"), project).data
     keys: dict[str, Any] = {key: {"to": entry} if isinstance(entry, str) else entry for key, entry in table["keys"].items()}
     for key, entry in keys.items():
@@ -44,7 +44,8 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Converted settings. `told`: messages on settings without counterpart, and notes."""
+    """Conversion of another trainer's settings. `config`: the settings for roll_lite. `told`: notes, and messages on settings without
+    counterpart."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
@@ -72,8 +73,8 @@ class Conversion:
         _drop_defaults(self.config, self.config)
 
     def entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Return the table entry whose pattern matches a key, longest pattern first, and the part matched by `{name}`. Unknown keys get an
-        entry with an error message."""
+        """Return (table entry, text matched by `{name}`) for another trainer's setting. The longest matching pattern wins. An unknown
+        setting gets an entry with an error message."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
@@ -120,7 +121,8 @@ def _meaning(config: dict[str, Any]) -> object:
 
 
 def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
-    """Drop settings equal to their defaults, except `devices`: placement presets treat a given number unlike an omitted one."""
+    """Drop settings equal to their defaults from `section`, a part of `config`. `devices` stays: placement presets treat a given number
+    unlike an omitted one."""
     whole = _meaning(config)
     for key, value in list(section.items()):
         if isinstance(value, dict):

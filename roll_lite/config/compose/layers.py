@@ -32,7 +32,7 @@ class Composed:
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Keys, as tuples (key, key, ...), whose values are missing or could not be read or resolved; () if a file could not be read."""
+    """Paths of values that are missing or could not be read or resolved. The root, (), is among them if a file could not be read."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Values from environment variables, by path: (text in the file, value)."""
@@ -52,7 +52,8 @@ class _Composer:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the files in this file's `defaults`, then the file itself, unless `_self_` places it elsewhere."""
+        """Append the files in this file's `defaults`, then the file itself, unless `_self_` in `defaults` marks another position. `stack`:
+        files that include this one, to detect cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)

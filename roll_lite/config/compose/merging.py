@@ -1,4 +1,4 @@
-"""Merge configurations by the schema: a new `name` drops keys of the former choice, null removes inherited settings."""
+"""Merge configurations by the schema. If `name` changes, keys of the former choice are dropped. null removes inherited settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word that stands for a section of this `name`."""
+    """True if the value is a word in place of a section, such as `sglang` for `{name: sglang}`."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 

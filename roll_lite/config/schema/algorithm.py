@@ -29,8 +29,8 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """Target of KL(policy || reference), in nats per token. kl_in_reward measures it with its own estimator (k3 if that is abs), kl_in_loss
-    with k3 (full if its estimator is full)."""
+    """Target of KL(policy || reference), in nats per token. In kl_in_reward, KL is measured with the configured estimator, but k3 if that
+    is abs. In kl_in_loss, it is measured with k3, or with full if that is configured."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
 
@@ -64,7 +64,8 @@ class KlInLossConfig(KlInRewardConfig):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Samples for mean and standard deviation. batch: all of the step. group: all of the prompt. running: all so far."""
+    """Samples over which mean and standard deviation are computed. batch: all of the step. group: all of the prompt. running: all so
+    far."""
     mean: bool = True
     """Subtract the mean."""
     std: bool = True
@@ -73,8 +74,8 @@ class RewardNormalizationConfig(Section):
 
 class LengthPenaltyConfig(Section):
     name: Literal["linear", "group"] = "linear"
-    """linear: subtract coef * tokens / max_tokens. group: add coef/2 for the group's shortest response, falling to -coef/2 for its longest,
-    at most 0 for incorrect samples."""
+    """linear: subtract coef * tokens / max_tokens. group: add coef/2 for the group's shortest response, falling linearly to -coef/2 for its
+    longest; incorrect samples get at most 0."""
     coef: PositiveFloat
     """Strength of the penalty."""
 
@@ -89,7 +90,8 @@ class OverlongConfig(Section):
 
 
 class RewardShapingConfig(Section):
-    """Steps from score to reward: format bonus, length, truncation and overlong penalties, scale, clip, normalisation, domain weight."""
+    """Steps from score to reward, in this order: format bonus; length, truncation and overlong penalties; scale; clip; normalisation;
+    domain weight."""
 
     length_penalty: LengthPenaltyConfig | None = None
     """Penalty for long responses."""
@@ -143,7 +145,7 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Domain with this data and template, for code that loads and checks domains."""
+        """Return a domain with this data and template, so that code for domains can load and check it."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
@@ -165,12 +167,12 @@ class AlgorithmConfig(Section):
     value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over tokens. sequence_mean_token_mean,
-    sequence_mean_token_sum: mean over sequences of their tokens' mean or sum. constant: mean of the sums, divided by
+    """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over all tokens. sequence_mean_token_mean: mean over
+    sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: the latter, divided by
     aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """Sequence for `aggregation`, if a sample has several training rows (an agent's requests branched). sample: all rows of a sample. row:
-    one row."""
+    """What `aggregation` counts as a sequence if a sample has several training rows, because an agent's requests branched. sample: all rows
+    of a sample. row: each row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
@@ -230,6 +232,6 @@ class AlgorithmConfig(Section):
 
     @property
     def weighs_by_rollout(self) -> bool:
-        """True if the loss weights tokens by their probability ratio to the engine's."""
+        """True if the loss weights tokens by the ratio of the trainer's to the engine's probability."""
         correction = self.mismatch_correction
         return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

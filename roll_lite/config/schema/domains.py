@@ -50,7 +50,7 @@ class DataConfig(Section):
     """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
     need the preset's columns."""
     validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
-    """Preset for held-out prompts, if different."""
+    """Preset that gives the held-out prompts, if not `preset`."""
     train: DataFiles | None = None
     """Training prompts, for every mode but evaluate: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
     hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to their shares of the
@@ -70,7 +70,7 @@ class DataConfig(Section):
     weight: str | None = None
     """Column with the loss weight of a prompt's samples."""
     epochs: PositiveInt | None = None
-    """Maximum passes over `train`, each in a new order; then other domains fill this domain's part of batches."""
+    """Maximum passes over `train`, each in a new order. After them, other domains fill this domain's part of batches. null: unlimited."""
     report_by: str | list[str] | None = None
     """Column or columns of held-out prompts; validation is also reported for each value in them (at most 50 per column). null: the columns
     `level` and `subject`, if all prompts have them as texts or numbers; []: none."""
@@ -172,7 +172,7 @@ class HeldOutSamplingConfig(Section):
 
 
 class ValidationSamplingConfig(HeldOutSamplingConfig):
-    """Sampling of held-out prompts; null fields use the domain's `sampling`."""
+    """Sampling of held-out prompts in all domains; null fields use the domain's `sampling`."""
 
     temperature: _HeldOutTemperature = 1.0
     """Sampling temperature; 0: greedy."""
@@ -278,7 +278,7 @@ class GroupFilterConfig(Section):
     above: float | None = None
     """Train only groups with a larger measure. null: 0 for accuracy and std."""
     below: float | None = None
-    """Train only groups with a smaller measure. null: 1 for accuracy."""
+    """Train only groups whose `name` measure is smaller. null: 1 for accuracy, no limit for mean and std."""
     tries: PositiveInt = 10
     """Maximum prompts tried for a batch, as a multiple of the domain's groups in it."""
     when_short: Literal["fail", "continue"] = "fail"
@@ -315,7 +315,8 @@ class RolloutConfig(Section):
     retries: Annotated[int, Field(ge=0)] = 2
     """Generation retries before a sample counts as failed."""
     restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum restarts per hour of a dead or hung rollout service; then the run ends. Unfinished prompts start again."""
+    """Maximum restarts per hour of the rollout service after it died or hung; then the run ends. After a restart, unfinished prompts start
+    again."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
     """Overlap of generation and training. sync: none. one_step_off: the next batch is generated while one trains. async: engines always
     generate, up to max_staleness steps ahead."""
@@ -326,7 +327,8 @@ class RolloutConfig(Section):
     """Treatment of running responses at a weight update. drain: wait for them. pause: they stay in their engine, which recomputes the KV
     cache. abort: any engine continues them. null: abort if engines offload, else drain for one_step_off, pause for sync and async."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """Prompts started, as a multiple of the batch, so that slow or filtered groups delay it less. Only with `supply: sync`."""
+    """Prompts started for a batch, as a multiple of its prompts, so that slow or filtered groups delay it less. Only with `supply:
+    sync`."""
     filter: GroupFilterConfig | None = None
     """Dynamic sampling; null: all groups train."""
     max_tokens_per_engine: PositiveInt | None = None
@@ -341,8 +343,8 @@ class RolloutConfig(Section):
     """Action if engine and trainer log-probs differ too much (max_mismatch). end: end the run. pause: wait until you delete the run's
     paused.txt."""
     max_mismatch: PositiveFloat | Literal["auto"] | None = "auto"
-    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens; more, or a jump, means that they hold
-    different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
+    """Maximum mean difference, in nats, between engine and trainer log-probs of the same tokens. A larger one, or a jump, means that they
+    hold different models. auto: 0.01 if both compute in float32, else 0.2 (usual in bfloat16: 0.01 to 0.05). null: no check."""
 
     @rule
     def _ahead(self) -> Mistakes:

@@ -48,7 +48,7 @@ class PythonToolConfig(Section):
     memory_mb: PositiveInt = 512
     """Memory limit of an interpreter and its child processes in MB."""
     files: str | None = None
-    """Column with files for the interpreter's folder: {file name: text}, or null."""
+    """Data column with files to write to the interpreter's folder. Its values are {file name: text}, or null."""
     python_path: list[UserPath] = Field(default_factory=list)
     """Folders that code may import from."""
     allow_unprotected: bool = False
@@ -133,7 +133,7 @@ class EndpointEnvironmentConfig(EnvironmentSection):
 
 
 class AdapterSection(EnvironmentSection):
-    """Settings of environments from other projects (extra roll_lite[NAME])."""
+    """Settings of environments from other projects, which need the extra roll_lite[NAME]."""
 
     package: ClassVar[str]
 
@@ -150,8 +150,8 @@ class GymEnvironmentConfig(AdapterSection):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make or `function`."""
     action: str | None = None
-    """Dotted path to your function `text -> action`. The policy sees a ValueError's message and responds again. null: the response, or its
-    last integer in a discrete space."""
+    """Dotted path to your function `text -> action`. If it raises ValueError, the policy sees the message and responds again. null: the
+    action is the response or, in a discrete space, the last integer in it."""
     columns: list[str] = Field(default_factory=list)
     """Data columns that `reset` gets as options."""
 
@@ -195,10 +195,10 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     package = "openenv"
     name: Literal["openenv"]
     url: Annotated[str, AfterValidator(_server)]
-    """Server address. It must allow workers x parallel sessions."""
+    """Server address. The server must allow workers x parallel sessions."""
     action: str
-    """Field of the action that gets the response; or dotted path to your function `text -> dict`. The policy sees a ValueError's message
-    and responds again."""
+    """Field of the action that gets the response; or dotted path to your function `text -> dict`. If that raises ValueError, the policy
+    sees the message and responds again."""
     observation: str | None = None
     """Field of the observation that the policy sees; or dotted path to your function `observation -> text`. null: everything, as JSON."""
     columns: list[str] = Field(default_factory=list)

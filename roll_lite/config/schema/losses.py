@@ -78,14 +78,14 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m, with n samples in the batch, m of them in groups whose rewards differ, so that other groups do not
-    shrink the gradient."""
+    """(reward - group mean) * n / m. The batch has n samples, of which m are in groups with different rewards: groups with equal rewards do
+    not shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
 
 class GigpoAdvantageConfig(Section):
-    """GRPO over episodes plus `step_weight` times GRPO over a group's turns that answer the same text (GiGPO, arXiv 2505.10978)."""
+    """GRPO over episodes, plus `step_weight` times GRPO over turns of a group that respond to the same text (GiGPO, arXiv 2505.10978)."""
 
     name: Literal["gigpo"] = "gigpo"
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -165,7 +165,7 @@ class CispoLossConfig(Section):
 
 
 class ToprLossConfig(Section):
-    """Policy gradient weighted with the sequence's ratio, limited by the advantage's sign."""
+    """Policy gradient weighted with the sequence's ratio, which is limited to a range that depends on the advantage's sign."""
 
     name: Literal["topr"] = "topr"
     positive: Annotated[tuple[NonNegativeFloat, NonNegativeFloat], ASCENDING] = (1.0, 1.0)

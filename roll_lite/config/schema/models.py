@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5
-    """Consecutive updates skipped for a non-finite loss or gradient that end the run; 0: never."""
+    """The run ends after this many consecutive updates were skipped for a non-finite loss or gradient; 0: never."""
 
     @rule
     def _least(self) -> Mistakes:
@@ -82,8 +82,8 @@ class LoraConfig(Section):
     export: Literal["merged", "adapter"] = "merged"
     """Format of `checkpoint.export_model`. merged: all weights. adapter: adapters alone, in PEFT's format."""
     engines: Literal["merged", "adapter"] = "merged"
-    """Content of weight updates. merged: all weights. adapter: adapters alone: far less to send, slightly slower generation. Not for
-    adapters of experts."""
+    """Content of weight updates. merged: all weights. adapter: only the adapters, which is far less to send but slows generation slightly.
+    Not for adapters of experts."""
 
     @rule
     def _layers(self) -> Mistakes:
@@ -280,7 +280,7 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Maximum tokens and samples (None: unlimited) in a training pass."""
+        """Return the limits of a training pass: (tokens, samples). Samples None: unlimited."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
@@ -374,7 +374,7 @@ class RewardModelConfig(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Maximum tokens in a rank's forward pass; with hf, padding counts."""
     micro_batch_size: PositiveInt = 8
-    """Maximum samples in a rank's forward pass and in one call."""
+    """Maximum samples in a rank's forward pass, and sent to a copy of the model at a time."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; longer ones fail. null: the model's max_position_embeddings."""
     offload: bool = False

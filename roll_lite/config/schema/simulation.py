@@ -31,7 +31,7 @@ class SimulatedEngineConfig(Section):
     join_s: list[NonNegativeFloat] = Field(default_factory=list)
     """Seconds after the start at which further engines join."""
     leave_s: list[NonNegativeFloat] = Field(default_factory=list)
-    """Seconds after the start at which nodes are drained, first that of engine 0."""
+    """Seconds after the start at which nodes are drained, one number per node, beginning with the node of engine 0."""
     hangs_per_day: NonNegativeFloat = 0.0
     """Mean hangs per engine and day."""
     hang_s: PositiveFloat = 7.0
@@ -85,7 +85,7 @@ class SimulatedResponsesConfig(Section):
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
-    """Share of prompts that are never solved. Other success rates are spread evenly from 0 to 1."""
+    """Share of prompts that are never solved. Success rates of the remaining prompts are spread evenly from 0 to 1."""
 
     @rule
     def _lengths(self) -> Mistakes:

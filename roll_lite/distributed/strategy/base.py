@@ -210,7 +210,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksum this rank's weights. Ranks that return the same key (tensor and shard) must agree."""
+        """Checksum this rank's weights. Returns "tensor and shard" -> checksum. Ranks with the same key hold copies, so their checksums
+        must agree."""
 
     @property
     @abstractmethod

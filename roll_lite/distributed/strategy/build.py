@@ -39,7 +39,8 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""Engine -> its installed version. NotInstalled without it, RuntimeError if the version is not supported."""
+"""Engine name -> function that returns the installed version. It raises NotInstalled without the engine, RuntimeError for an unsupported
+version."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,11 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines on a GPU. `place`: number of engines that start earlier. vLLM's memory setting is a
-    fraction of the GPU's memory, SGLang's of the free memory."""
+    """Return the settings of one of `sharers` engines that share a GPU equally.
+
+    vLLM's memory setting is a fraction of the GPU's memory. SGLang's is a fraction of the memory still free, so it depends on `place`, the
+    number of engines that start earlier.
+    """
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})

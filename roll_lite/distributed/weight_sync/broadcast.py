@@ -1,7 +1,7 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
 Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket, because a
-collective cannot tell which member is missing. After a failure, broadcast threads are abandoned until their own timeout.
+collective cannot tell which member is missing. After a failure nobody waits for the threads that broadcast: they end at their own timeout.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Return the route from this machine's first receiver to its others."""
+        """Return the route within this machine: from the machine's first receiver of `route` to its other receivers."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

@@ -168,7 +168,7 @@ class WeightSender:
         self._store: Any = None
         self._transport: TransportSender | None = None
         self._exported_memory: list[ExportedMemory] = []
-        """GPU memory that was exported in earlier transfer groups; see `memory.free_abandoned_exports`."""
+        """GPU memory exported in earlier transfer groups. `memory.free_abandoned_exports` frees what no reader holds."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -255,7 +255,7 @@ class WeightReceiver:
     """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, staged: bool = False) -> None:
-        """`staged`: store loaded tensors and leave the model unchanged until `finish`."""
+        """`staged`: `load` only stores tensors; the model is unchanged until `finish`."""
         self._staged = staged
         self._transport: TransportReceiver | None = None
         self._begun = False

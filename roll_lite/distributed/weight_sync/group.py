@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a group with a higher epoch replaces this one, whose members get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces the old one. Members of the old group get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key written only by `interrupt`; _EPOCH only by member 0. With one writer per key, an epoch never decreases."""
+"""Store key of the newest epoch known to `interrupt`. Only `interrupt` writes it, and only member 0 writes _EPOCH: with one writer per key,
+an epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -93,7 +94,7 @@ class Transferred:
     nbytes: Mapping[str, int] = field(default_factory=dict)
     by_transport: Mapping[str, float] = field(default_factory=dict)
     stale: bool = False
-    """True if only another member failed."""
+    """True if this member did not fail itself: another member failed, or a newer group exists."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -126,7 +127,8 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle of the sender's segment. In a `done` announcement: space-separated handles still in use by the receiver."""
+    """Handle by which a receiver opens the sender's buffer. In a `done` announcement: space-separated handles of buffers that the receiver
+    still uses."""
 
 
 Moment = Literal["here", "done"]
@@ -225,7 +227,8 @@ class TransferGroup:
         self._announced[route.channel].append((step, key))
 
     def await_announcements(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for announcements of the other side: all receivers, or the sender. Returns them by member number."""
+        """Wait for announcements of the other side: the sender waits for all receivers, a receiver for the sender. Returns them by member
+        number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         announced = self._announced[route.channel]

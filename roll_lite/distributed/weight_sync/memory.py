@@ -132,7 +132,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement torch's reader counter in place of a reader that never does."""
+    """Decrement torch's counter of an export's readers, in place of a reader that will not do so."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 

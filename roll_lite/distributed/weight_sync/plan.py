@@ -55,7 +55,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of some tensors of a bucket from one sender to several engine workers (member numbers)."""
+    """Transfer of some tensors of a bucket from one sender to several engine workers. `sender` and `receivers` are member numbers."""
 
     bucket: int
     sender: int
@@ -164,14 +164,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert one owner per bucket: with two, gloo workers could deadlock, since they forward all buckets through two buffers."""
+    """Assert that each bucket has one owner. With two, gloo workers could deadlock, since they forward all buckets through two buffers."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return expert tensor name -> worker. Empty if every worker holds a part of every expert."""
+    """Return expert tensor name -> number of the worker that holds it. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

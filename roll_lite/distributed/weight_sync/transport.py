@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Waits until every receiver has loaded a bucket. Returns receiver -> handles of segments still in use."""
+"""Waits until every receiver has loaded a bucket. Returns receiver -> handles of send buffers that it still uses."""
 
 
 class SendBuffers:
@@ -35,7 +35,7 @@ class SendBuffers:
         self._segments: list[BucketSegment] = []
         self.in_flight: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Receiver -> segment handles in use at its last `done` announcement."""
+        """Receiver -> handles of buffers that it still used at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
         """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""

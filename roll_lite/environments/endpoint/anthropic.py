@@ -11,7 +11,8 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key for the text of tool call arguments that are not valid JSON, since `input` must be an object; from Anthropic's documentation."""
+"""Key under which a tool call's `input`, which must be an object, holds arguments that are not valid JSON. The name is from Anthropic's
+documentation."""
 
 
 class _ThreadError(ValueError):

@@ -33,7 +33,7 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Refused parameters: (names, the one value allowed besides empty ones such as null and 0, remedy)."""
+"""Refused parameters: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones such as null and 0."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Session(Protocol):
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Convert a reply to the form in which later requests repeat it: a malformed call keeps its text as arguments or, without a name, as
-    content."""
+    """Convert a reply to the form in which clients repeat it in later requests. The text of a malformed tool call becomes the call's
+    arguments or, if the call has no name, part of the content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
@@ -203,4 +203,4 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:
-        """Yield data of server-sent events; a field `type` is also the event's name."""
+        """Yield the data of each server-sent event. If the data has a field `type`, this is also sent as the event's name."""

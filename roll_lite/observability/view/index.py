@@ -13,7 +13,7 @@ INDEX_FILE = "view.duckdb"
 OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
 """Settings that keep DuckDB from downloading extensions; JSON is built in."""
 BATCH_BYTES = 64 << 20
-"""Size of the files indexed at once, newest first."""
+"""Size at which a batch of files is indexed in one transaction. Newest files come first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
 """NUMBERS: columns to sort by, or to filter by minimum and maximum; `reward` and `advantage` come from the run's credit/ files. WORDS:
@@ -47,7 +47,7 @@ PAGE = """
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
     FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
-"""Query of one page; reads texts for its rows only."""
+"""Query of one page of samples. It finds the page's row ids first, so that texts are read for this page only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -122,7 +122,7 @@ class SampleIndex:
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` matching samples from number `start` on, sorted by a column (`-`: largest first)."""
+        """Return `count` matching samples from number `start` on. `sort`: a column of NUMBERS; a leading `-` sorts the largest first."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")

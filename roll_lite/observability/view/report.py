@@ -19,7 +19,7 @@ REPORT_FILE = "report.html"
 STEPS, VALIDATIONS = 6, 2
 """Number of training steps and validations whose samples are shown, evenly spread."""
 SAMPLES = 24
-"""Samples shown per step and domain; groups stay whole."""
+"""Samples shown per step and domain, and further ones that complete a group."""
 LONGEST_TEXT = 4000
 POINTS = 300
 REFERENCE = re.compile(r'<(?:link rel="stylesheet" href|script src)="page/([\w.]+)">(?:</script>)?')
@@ -44,7 +44,7 @@ def write_report(folder: Path) -> Path:
 
 
 def content(run: Run) -> dict[str, Any]:
-    """Return the server answers that the page needs, by query."""
+    """Return the data that the page would otherwise request from the server."""
     status = run.status()
     steps = status["steps"]
     shown = [*_spread(run.folder, "step", STEPS), *_spread(run.folder, "validation", VALIDATIONS)]

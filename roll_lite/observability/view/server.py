@@ -41,7 +41,7 @@ ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
     "timeline": lambda run, given: run.timeline(int(given["step"][0])),
     "config": lambda run, given: run.config(),
 }
-"""Answers about one run, by the path below /api/."""
+"""Path below /api/ -> function that answers it for one run."""
 
 
 class Viewer:

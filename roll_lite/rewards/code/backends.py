@@ -25,7 +25,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Extra seconds for SandboxFusion to start Python."""
+"""Seconds that a request to SandboxFusion adds to the job's wall-clock limit, for starting Python there."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")

@@ -19,8 +19,10 @@ LEAST = 1e-12
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    lines: ignore white space at line ends and empty lines at the end. numeric: word by word, numbers with a relative or absolute error of
-    at most `tolerance`. auto: as lines, but a line with decimals as numeric, with absolute errors of at most a hundredth of the number.
+    exact: by character. lines: by line, ignoring white space at line ends and empty lines at the end. numeric: word by word; a number may
+    have a relative or absolute error of at most `tolerance`, but only an absolute one if the expected number is an integer, and none if
+    both are integers. auto: as lines, but an expected line with a decimal point is compared as numeric; there, an absolute error may not
+    exceed a hundredth of the expected number either.
     """
     if compare == "exact":
         return expected == printed

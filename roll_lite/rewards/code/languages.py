@@ -13,8 +13,8 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. `run` runs the program, which is in `file`. A `compile` command must write the compiled program to file
-    descriptor 3; `run` then runs that, as the file `artifact`."""
+    """Commands of a language. The source is saved as `file`, and `run` runs it. If there is a `compile` command, it must write the compiled
+    program to file descriptor 3; this program is saved as `artifact`, and `run` runs it instead of the source."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
@@ -87,7 +87,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, tag) of each fenced block. An unclosed block counts only with a tag: its fence may be the end of another block."""
+    """Return (code, language tag) of each fenced block. An unclosed block counts only if it has a tag (a fence without one may close an
+    earlier block) and the response was not cut (`ends_early`)."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

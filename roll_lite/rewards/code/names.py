@@ -1,6 +1,6 @@
 """Find which names in a test's asserts the tested program must define, and whether the test can run outside the program's process.
 
-The program is not read: it could redefine `abs`, or choose the process in which it is tested.
+Only the tests are read. If the program were read too, it could redefine `abs`, or choose the process in which it is tested.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class Asserts:
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Explain why a test must run in the program's process; empty if calls with plain values are enough.
-
-    `program`: names that the program defines. `foreign`: names of modules. Capitalized names count as classes, except Solution.
-    """
+    """Say why a test must run in the program's process; empty if it can run in its own process and exchange only plain values with the
+    program. `program`: names that the program defines. `foreign`: imported names and modules. Capitalized names of the program count as
+    classes, except Solution."""
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in nodes:
@@ -174,7 +173,8 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return the calls of tests that the source leaves to a test runner; ValueError for a `test_...` function with arguments or async."""
+    """Return the calls that would run the source's tests, such as `test_sum()`, where the source leaves them to a test runner. ValueError
+    for an uncalled `test...` function that is async or has arguments."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -90,7 +90,8 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Read the layout of APPS and TACO. If all expected values are lists of one item, bare items are accepted too."""
+    """Read tests in the layout of APPS and TACO, where the i-th output belongs to the i-th input. If a function is tested and every output
+    is a list of one item, the bare item is accepted too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -100,7 +101,8 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """Build a test. Texts may be lists of lines; arguments may be JSON, one per line (LiveCodeBench)."""
+    """Build a test from an input and the expected output. Without `function`, they are standard input and output: texts, or lists of lines.
+    With `function`, `given` is a list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):

@@ -101,7 +101,8 @@ class _Url:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Sort key: least busy first; random ties, so that worker processes do not all begin with the same URL."""
+        """Sort key for choosing a URL: available ones first, then those with the fewest requests. Ties are random, so that worker processes
+        do not all begin with the same URL."""
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 

@@ -16,7 +16,8 @@ from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number,
 Parsed = list[Any]
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Two numbers, at least one a decimal, are equal if they differ by at most CLOSE (relative) and agree when rounded to PLACES decimals."""
+"""Tolerances for two numbers, if at least one is a decimal. They are equal if they differ by at most CLOSE (relative) and agree when
+rounded to PLACES decimals."""
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
@@ -115,7 +116,8 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) or a ratio (2:3); empty for other text."""
+    """Normalize a numeral with a base (1001_2, 0x2A) to a text, and a ratio (2:3) to the shares of its parts (2/5, 3/5). Empty for other
+    text."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -156,7 +158,7 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """Compare expressions; rational constants exactly, since math-verify takes tiny numbers for 0."""
+    """Compare two parsed formulas with math-verify. Rational constants are compared exactly, since math-verify takes tiny numbers for 0."""
     import sympy
 
     if all(isinstance(one, sympy.Expr) and one.is_number for one in (*gold, *found)):

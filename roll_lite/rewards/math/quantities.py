@@ -56,8 +56,9 @@ KNOWN = {
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
-"""Units by name: (kind, size in the kind's base unit); a kind is, for example, length. Scales such as million have an empty kind; "^"
-(square, cubic) and "/" (per) modify the next unit."""
+"""Units by name: (kind, size). A kind is, for example, "length", and the size is in the kind's base unit. Three kinds are not units: "" for
+scales such as million, "^" for square and cubic, whose size is the exponent of the next unit, and "/" for per, which makes the exponents
+after it negative."""
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
 for _prefix, _power in PREFIXES.items():
@@ -70,7 +71,8 @@ NO_UNIT_WORD = re.compile(
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""(kinds with exponents, size). Kinds are None without a unit or for unknown units (apples)."""
+"""(kinds, size). Kinds are pairs of a kind and its exponent: ("length", 2) for an area. They are None without a unit or if it is unknown
+(apples)."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 

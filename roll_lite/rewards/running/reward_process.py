@@ -16,7 +16,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Extra wait before the process is killed: the reward's own timeout message explains more."""
+"""Extra seconds before the process is killed, so that the reward's own timeout message can arrive first."""
 
 Answer = tuple[Score | str, float]
 

@@ -167,7 +167,7 @@ def _letters(text: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _patterns(options: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns: for options marked as in (C) or named by their text; for bare letters."""
+    """Return two patterns. The first finds options marked as in (C) or named by their text, the second bare letters."""
     texts = [_same(_plain(narrow(text))) for _, text in options]
     longest_first = sorted(zip(texts, options, strict=True), key=lambda one: -len(one[0]))
     groups = [rf"(?P<t{letter}>{re.escape(text)})" for text, (letter, _) in longest_first if text and texts.count(text) == 1]

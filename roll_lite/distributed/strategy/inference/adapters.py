@@ -20,7 +20,7 @@ NAME = "actor_train"
 
 
 class IncomingAdapters:
-    """Buffer for a weight update's adapters, unused until `put_in_place`."""
+    """Buffer for the adapters of a weight update. `put_in_place` installs them in the engine."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
         """`shapes`: PEFT name -> shape. `put(rank, tensors)` installs adapters; first called with zeros."""

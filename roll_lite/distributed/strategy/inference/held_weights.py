@@ -27,9 +27,9 @@ class Layers:
     """Layer classes of vLLM or SGLang; `gather(part, dim)` joins shards."""
 
     linear: Any
-    """Module with the linear layers."""
+    """Python module of the engine that defines the linear layer classes."""
     vocabulary: Any
-    """Module with embedding and LM head."""
+    """Python module of the engine that defines the classes of embedding and LM head."""
     experts: type[Any]
     read_experts: ReadExperts
     workers: int
@@ -92,7 +92,8 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield expert tensors. A worker holds a shard of every expert, or some whole experts in worker order."""
+    """Yield expert tensors. A worker holds either a shard of every expert or whole experts: worker w then has the w-th group of consecutive
+    experts."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):

@@ -40,7 +40,7 @@ class EngineMake(EnginePart, Protocol):
         """Finish the start. Called when processes are already monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
-        """Return when the engine's step loop answers, which it does between steps, even while paused."""
+        """Return when the engine's step loop answers. It answers between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests

@@ -90,7 +90,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Return shared-memory files that survive a kill. Semaphores are excluded: they may be the host's."""
+    """Return the processes' shared-memory files, which survive a kill. Semaphores are left out: they may belong to the hosting process."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 

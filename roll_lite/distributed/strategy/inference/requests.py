@@ -13,13 +13,13 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 STOP_OVERLAP = "roll_lite_stop_overlap"
-"""Request argument: number of tokens at a resumed request's prompt end in which a stop string may begin."""
+"""Name of a request argument: the number of tokens at the end of a resumed request's prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Allowance in `stop_overlap_tokens` for tokens without text: special tokens and partial characters."""
+"""Tokens that `stop_overlap_tokens` adds because some tokens have no text: special tokens and parts of characters."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""New tokens are reported at every fifth poll; a dead engine loses the rest."""
+"""New tokens are reported at every fifth poll. If the engine dies, tokens not yet reported are lost."""
 
 
 @dataclass(eq=False)
@@ -33,11 +33,11 @@ class InFlight:
     begun: bool = False
     reported: int = 0
     number: int = -1
-    """SglangEngine's number of the request."""
+    """Number of the request in SglangEngine."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Poll for requests' progress; None: not begun. The second argument asks for new tokens."""
+"""Returns each request's progress; None for a request that has not begun. The second argument asks for new tokens too."""
 
 
 class ProgressReports:

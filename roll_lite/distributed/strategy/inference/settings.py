@@ -17,7 +17,7 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 """Fused layer -> its projections, for models that do not declare it."""
 
 Range = tuple[str, str]
-"""First supported and first unsupported later version."""
+"""(first supported version, first later version that is not supported)."""
 
 
 class NotInstalled(RuntimeError):

@@ -14,21 +14,21 @@ from roll_lite.distributed.liveness import Heartbeat
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""Limit for "auto" on a CPU, where vLLM never splits a prompt."""
+"""Limit for "auto" on a CPU, where a step may be long: vLLM never splits a prompt."""
 ASK_S = 1.0
 """Pause between an answer and the next question."""
 LISTEN_S = 0.25
 # In-process compilation is not detected, but is shorter.
 LATE = 0.5
-"""Fraction of the limit after which compiler processes are searched; while one runs, time does not count."""
+"""Once an answer has taken this fraction of the limit, look for running compilers. While one runs, time does not count."""
 SLOWER = 4.0
-"""Minimum limit as a multiple of the longest step so far."""
+"""The limit is at least this multiple of the longest step so far."""
 FIRST_STEPS = 40.0
-"""Factor of the limit until the first response has ended: kernels are compiled until then."""
+"""The limit is multiplied by this until the first response has ended: kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
-    """Seconds of `limits.engine_step` on this machine; None: unlimited."""
+    """Convert the setting `limits.engine_step` to seconds on this machine; None: unlimited."""
     if setting == "auto":
         return AUTO_S if torch.cuda.is_available() else AUTO_CPU_S
     assert not isinstance(setting, str)

@@ -52,7 +52,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Tensor shapes in weight updates: the checkpoint's or the adapters'."""
+        """Name -> shape of the tensors that weight updates send: the checkpoint's tensors, or only adapters."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -221,7 +221,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket. The first freezes the engine until the update is complete."""
+        """Receive and load one bucket. An update's first bucket freezes the engine until the update is complete."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)

@@ -57,8 +57,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: contents of MODEL_FILE. `writer`: writes STATE_FOLDER. Returns this
-    rank's files."""
+    """Save a checkpoint to a shared folder (collective). `model`: description of the model, for model.json; loading compares it. `writer`:
+    writes the tensors to STATE_FOLDER. Returns the files that this rank wrote."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -92,7 +92,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Drop the optimizer, which differs between ranks; Megatron requires the rest to be equal."""
+    """Drop the optimizer from the state that Megatron requires to be equal on all ranks: it differs."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -240,8 +240,10 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load into `state`. Float32 weights that the checkpoint (`stored`: its tensor names) lacks
-    are removed."""
+    """Return (container, key) of each tensor of the nested optimizer state `state` that is to be loaded.
+
+    `stored`: tensor names in the checkpoint. Float32 weights that it lacks are removed from `state`.
+    """
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -285,7 +287,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Replacement for a method of Megatron-Core 0.16, which looks for `step` among the tensors instead of the parameter groups."""
+    """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16 that looks for `step` among these tensors, although
+    parameter groups hold it."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,7 +1,9 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
 A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
-memfds with tensors, job and result. A result means success: Ray may reap the exit code."""
+memfds (anonymous files in memory) for the tensors, the job and the result. Success is told by a result, not by the exit code, which Ray may
+reap.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files, on the coordinating rank. Returns its record."""
+        """On the coordinating rank, write the index of all ranks' files. Returns path -> record of the index; empty on other ranks."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -110,7 +112,8 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Asynchronous save. `files`: this rank's other files. `finish` is collective."""
+    """Asynchronous save. `files`: this rank's checkpoint files; those that exist already are only flushed and recorded. `finish` is
+    collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -1,6 +1,7 @@
 """Make Megatron-Core run without CUDA. `install()` adds an import hook that rewrites modules.
 
-EXPECTED: module -> number of rewrites; the import fails if upstream has changed."""
+EXPECTED: module -> number of rewrites. If upstream has changed a module so that its number differs, the import fails.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""First supported and first unsupported later version."""
+"""(first supported version, first later version that is not supported)."""
 
 _STAND_IN = "_roll_lite_cpu_device"
 """Global name of cpu_device in rewritten modules. Set by the loader: an import statement would shift line numbers."""

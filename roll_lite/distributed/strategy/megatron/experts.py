@@ -146,7 +146,8 @@ class ExpertRouter(TopKRouter):
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP with one kernel for all experts of a rank; on GPUs in bfloat16 only."""
+    """SequentialMLP that computes all experts of a rank with one kernel. On GPUs, the kernel needs bfloat16 and widths divisible by 8;
+    otherwise experts are computed one after another."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not len(hidden) or (hidden.is_cuda and not self._fits_kernel(hidden)):
@@ -165,8 +166,10 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Grouped product of experts' tokens [tokens, in] and weights [out, in]. The backward pass stacks the weights
-    again. `ends`: each expert's last token + 1."""
+    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel for all experts.
+
+    `ends`: index after each expert's last token. The backward pass stacks the weights again, instead of keeping the stacked copy.
+    """
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

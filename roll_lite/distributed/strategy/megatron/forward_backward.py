@@ -17,7 +17,7 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call finalize_model_grads without division by the token count, which loss weights include."""
+    """Call Megatron's finalize_model_grads, but without its division by the token count: loss weights include that division."""
     finalize_model_grads(chunks, None, **options)
 
 
@@ -84,8 +84,10 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once. Context-parallel ranks have equal sums; averaging
-    them spreads NaN and infinity."""
+    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once.
+
+    Context-parallel ranks have equal sums. Averaging over them makes a NaN or infinity on one of them known to all.
+    """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

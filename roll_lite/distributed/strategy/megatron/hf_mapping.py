@@ -28,9 +28,9 @@ EXPERT = "<expert>"
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Megatron parameter name; in LAYER without `decoder.layers.<n>.`."""
+    """Megatron parameter name; for entries of LAYER, without `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
-    """Hugging Face tensor names; in LAYER without `model.layers.<n>.`."""
+    """Hugging Face tensor names; for entries of LAYER, without `model.layers.<n>.`."""
     cut: int | None
     """Sharded dimension; None if replicated."""
     layout: Layout = Layout.PLAIN
@@ -46,7 +46,8 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the full parameter name, from `megatron` or `fused`, that is in `among`. `layer` and `expert` are numbers on this rank."""
+        """Return the parameter's full name. `among`: the model's parameter names, which decide between `megatron` and `fused`. `layer`,
+        `expert`: numbers on this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -151,8 +152,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor ranks share a key/value head, if there are fewer heads than ranks. Megatron shards the head over
-    them."""
+    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards over them. It is more than 1
+    only for query, key and value tensors of a model with fewer key/value heads than tensor-parallel ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

@@ -34,7 +34,8 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 def has_fused_kernels() -> bool:
-    """True if GPU kernels for chains of operations exist. Memory plans for GPUs patch this to True."""
+    """True if fused GPU kernels are available. Memory plans for GPUs, made on a machine without GPUs, replace this function by one that
+    returns True."""
     return torch.cuda.is_available()
 
 
@@ -113,7 +114,8 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return the mask [size, keys] for the last `size` of `keys` tokens; None: plain causal attention."""
+        """Return the attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention needs no
+        mask."""
         windowed = self.looks_back is not None and self.looks_back + 1 < keys
         if size == keys and not windowed:
             return None
@@ -154,7 +156,7 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Unusable with adapters, which hook into each expert's layers."""
+"""Layers for GPUs: one kernel computes all experts. Unusable with adapters, which hook into each expert's layers."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:

@@ -11,16 +11,18 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Maximum logits kept for the backward pass (64 MiB in float32); more are recomputed."""
+"""Maximum number of logits kept for the backward pass (64 MiB in float32). If there are more, all are recomputed."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Target log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks.
+    """Compute the targets' log-probs, and with `entropy` the entropy, of softmax(hidden @ weight.T / temperatures): both [N] float32,
+    differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss; each gets the gradient of `hidden` through its
-    own share of the vocabulary."""
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss. Each rank gets only the part of `hidden`'s
+    gradient that comes from its share of the vocabulary.
+    """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None

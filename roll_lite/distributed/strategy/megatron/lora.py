@@ -57,7 +57,8 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each projection of the layer. `projections`: index -> (name, matrices), if adapted."""
+        """`rows`: output size of each projection of the layer. `projections`: index in `rows` -> (name, matrices) of each adapted
+        projection."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows

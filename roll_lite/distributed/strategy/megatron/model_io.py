@@ -29,11 +29,11 @@ class ModelInput:
     """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N]: tokens that need a result; then the rows' last tokens if final values are requested."""
+    """[N + E]: N tokens that need a result; then, if final values are requested, the last tokens of E rows."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """Row number of each last token in `positions`; empty if no final values are requested."""
+    """[E]: row number of each last token in `positions`; E = 0 if no final values are requested."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss; empty on a rank that only takes part in collectives."""

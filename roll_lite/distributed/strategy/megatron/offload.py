@@ -38,7 +38,8 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Return bytes freed, and bytes copied to the host: not of state that is dropped or has a valid host copy."""
+        """Free the groups' device memory. Returns bytes freed ("freed") and bytes copied to the host ("out"). Gradients, and state with a
+        valid host copy, are not copied."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -108,7 +109,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Return the host copies by storage, listed anew each time: loading a checkpoint replaces storages."""
+        """Return storage address -> host copy. Storages are listed anew each time, because loading a checkpoint replaces them."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -118,7 +119,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Storages of a group; a shared storage belongs to the first group."""
+        """Return the group's storages. A storage shared by several groups belongs to the first of them, in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

@@ -21,9 +21,9 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 FUSED_ON = ("cuda",)
-"""Device types where torch's AdamW is one kernel; on others, its temporaries take 4 bytes per weight."""
+"""Device types on which torch's AdamW runs as one fused kernel. On others, its temporaries take 4 bytes per weight."""
 STRETCH = 4096
-"""Number of squares that a CPU sums in float32; these partial sums are added in float64."""
+"""Number of squares that a CPU sums in float32. The sums of such stretches are added in float64."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Return (gradient norm of the whole model, whether all losses are finite). `is_finite`: this rank's loss is. Collective."""
+        """Return (gradient norm of the whole model, whether all ranks' losses are finite). `is_finite`: whether this rank's loss is finite.
+        Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())

@@ -19,8 +19,8 @@ class PackedRows:
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    """Runs of adjacent equal pieces: (number of pieces, tokens per piece, tokens attended to by a piece's last token). A piece is a row or,
-    with context parallelism, a part of a row."""
+    """Pieces in order, run-length encoded: (number of adjacent pieces of the same sizes, tokens per piece, tokens that a piece's last token
+    attends to). A piece is a row or, with context parallelism, a rank's part of one."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -34,7 +34,8 @@ class PackedRows:
     """[total] int64: tokens attended to, piece by piece, as indices into the tokens of all context-parallel ranks. None without context
     parallelism."""
     key_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece in `key_index`, then the length of `key_index`."""
+    """[pieces + 1] int32: index in `key_index` where the attended tokens of each piece (see `runs`) start, then the length of
+    `key_index`."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"

@@ -57,8 +57,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight. Return lists of tensors by state name ("param", "exp_avg",
-        "exp_avg_sq"), and add the tensors to read to `wanted` by stored name."""
+        """Allocate optimizer state for this rank's entries of a weight. Returns state name ("param", "exp_avg", "exp_avg_sq") -> tensors.
+        Adds the tensors to read to `wanted`: stored name -> tensors."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -76,7 +76,7 @@ class ShardReader:
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
         """Allocate memory for the rows of the stored tensor `key` that contain entries `start` to `end` of `piece`, this rank's flattened
-        shard. Return it as a ShardedTensor to read into, and a view of just these entries. Vocabulary padding is not stored and stays
+        shard. Returns (ShardedTensor of these rows to read into, view of just these entries). Vocabulary padding is not stored and stays
         zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)

@@ -299,8 +299,8 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return the memory of a checkpoint's tensors, and dicts with learning rates and step counts, in an order fixed by the
-        configuration."""
+        """Return the state that `copy_state` saves: byte views of all tensors, and dicts with learning rates and step counts. The
+        configuration fixes their order."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -318,7 +318,7 @@ class WeightAverage:
         self._decay = decay
         self.means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self.means[binding.parameter]) for binding in bindings]
-        """Bindings with the averages as parameters, to load them from a checkpoint."""
+        """Bindings whose parameters are the averages, to load averages from a checkpoint."""
 
     @torch.no_grad()
     def update(self) -> None:

@@ -20,8 +20,9 @@ DROPPED = -1e4
 class Vocabulary:
     """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax at N positions.
 
-    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: token ids of a truncated softmax
-    besides the target, padded with -1; None, or a row of only -1: all."""
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: token ids, besides the target, to which
+    the softmax is truncated, padded with -1. With None, or in a row of only -1, the softmax is not truncated.
+    """
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] over blocks and ranks for log-probs and entropy: exp(z) and exp(z) * z, with z = logit - largest logit."""
+    """Sums [N] for log-probs and entropy: over the vocabulary's blocks and all ranks, of exp(z) and exp(z) * z, with z = logit /
+    temperature - its maximum."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -122,7 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of the hidden states (from this rank's words) and the output weight, summed over blocks; None if not needed."""
+    """Gradients of the hidden states and the output weight, collected block by block; None if not needed. The hidden states' gradient is
+    the part from this rank's words."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

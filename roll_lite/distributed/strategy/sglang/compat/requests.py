@@ -47,10 +47,11 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Convert sampling parameters. Greedy: top_k 1. Sampling with top_k 1: min_p 1 instead, because the log-prob must be 0 and SGLang takes
-    top_k 1 for greedy.
+    """Convert sampling parameters.
 
-    To report which tokens truncation kept, SGLang needs a top_k: the vocabulary size if none is set."""
+    SGLang takes top_k 1 for greedy decoding, and reports log-probs without truncation. Sampling with top_k 1 becomes min_p 1 instead,
+    because its log-prob must be 0. To report which tokens truncation kept, SGLang needs a top_k: the vocabulary size if none is set.
+    """
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -69,8 +70,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens that SGLang has reported so far (it reports every 50), from index `first` to the one before the last; None if there
-    are none. `version`: weight version that generated them."""
+    """Return the tokens from index `first` that SGLang has reported (it reports every 50 tokens), without the newest; None if there are
+    none. `version`: weight version that generated them."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:

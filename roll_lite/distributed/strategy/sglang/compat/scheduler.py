@@ -153,7 +153,7 @@ class RolloutSampler(Sampler):
     """Torch sampler that truncates like vLLM and reports log-probs under the sampling distribution."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample tokens. Leaves the truncated distribution in `probs`, which SGLang reports."""
+        """Sample tokens. For SGLang's log-probs, `probs` then holds the truncated distribution, or the whole one for greedy requests."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
@@ -203,7 +203,7 @@ def take_seeds_where_given() -> None:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count tokens for min_tokens over all prefills: SGLang's count restarts at 0 when a request is re-queued."""
+    """Count a request's tokens for min_tokens since its first prefill. SGLang's own count restarts at 0 when a request is re-queued."""
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -36,7 +36,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Return engine arguments. On an engine's other nodes, only the node's number differs."""
+    """Return engine arguments. Those of a multi-node engine's nodes differ only in the node's number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -69,7 +69,8 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine on its first node. After its death, calls other than `generate` and `abort` hang."""
+    """vLLM engine, or the first node's part of a multi-node engine. Once the engine is dead, vLLM's calls other than `generate` and `abort`
+    never return."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -142,7 +143,8 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Return how many of the likeliest tokens need log-probs, to find `kept_ids`: 0 for greedy decoding; None without `keep_mask`."""
+        """Return how many of the likeliest tokens' log-probs to request per position: `kept_ids`, the tokens that truncated sampling kept,
+        are found from them. 0 for greedy decoding; None without `keep_mask`."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None

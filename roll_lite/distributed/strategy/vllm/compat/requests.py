@@ -102,7 +102,8 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Number of accepted draft tokens. `steps[n]`: number of steps that accepted n tokens; the last step may pass the response's end."""
+    """Return the number of accepted draft tokens in a response of `length` tokens. `steps[n]`: number of steps that accepted n tokens. At
+    most length - 1 are counted, since the last step may accept tokens after the response's end."""
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 

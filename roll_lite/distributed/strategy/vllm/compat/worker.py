@@ -62,7 +62,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters of this rank."""
+        """Make later weight updates carry LoRA adapters. `shapes`: PEFT name -> shape. `rank`: LoRA rank."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -156,7 +156,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM use its usual expert kernel if only other layers have adapters."""
+    """Make vLLM choose its expert kernel as without LoRA. Engines get no expert adapters, only adapters of other layers."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -193,7 +193,7 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Base of digits in `_unpacked`; every dtype represents smaller numbers exactly."""
+"""Base in which `_unpacked` writes row and column numbers. Every dtype represents its digits exactly."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
