@@ -217,14 +217,16 @@ def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
     """
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
+    lacks_columns = False
     for index, shard in enumerate(shards):
         names = declared_columns(shard)
         rest = dict.fromkeys(names, _NOT_READ)
         if any(name not in names for name in wanted):
+            lacks_columns = True
             wanted = [name for name in wanted if name in names and name == tag]
-            if not wanted:
-                yield Row(index, shard.path, shard.unit, 1, rest)
-                continue
+        if lacks_columns and not wanted:
+            yield Row(index, shard.path, shard.unit, 1, rest)
+            continue
         first = islice(shard_rows(shard, index, wanted), TABLE_ROWS)
         tags = islice(shard_rows(shard, index, [tag]), SCANNED_ROWS) if tag is not None else ()
         for full, tagged in zip_longest(first, tags):

@@ -224,6 +224,21 @@ validation: {enabled: false}
     ) in found
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_misspelt_tag_of_a_folder_of_tables_is_named(project: Project, suffix: str) -> None:
+    rows = pa.table({"prompt": ["1+1="], "answer": ["2"], "task": ["a"]})
+    (project.folder / "shards").mkdir()
+    for name in ("0", "1"):
+        path = project.folder / f"shards/{name}.{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(rows, path)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, rows.schema) as stream:
+                stream.write_table(rows)
+    found = told(project, copy("train: shards, tag: tsk, tags: [a]"))
+    assert found == [(f"{COPY}.tag", f"{project.folder}/shards has no such column; did you mean 'task'?")]
+
+
 def test_a_folder_and_a_file_in_it_are_the_same_data(project: Project) -> None:
     project.write("parts/0.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"prompt": "1", "answer": "1", "task": "b"}\n')
     yaml = """
