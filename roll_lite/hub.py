@@ -104,7 +104,7 @@ def _located(text: str, kind: Kind) -> HubPath:
 
 @cache
 def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> str:
-    """Resolve a revision to its commit, and download the files that checks read."""
+    """Return a revision's commit, after downloading the files that configuration checks need: all but model weights."""
     commit = repository.commit(revision)
     repository.download(commit, rest, tell, weights=False)
     return commit

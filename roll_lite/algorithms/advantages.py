@@ -147,8 +147,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Compute the discounted return of each turn. `rewards` and `rows` have one entry per turn, in order: its reward, and the number of its
-    row."""
+    """Return each turn's reward plus the discounted rewards of later turns in the same row. `rewards`, `rows`: reward and row index of each
+    turn, in order."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:

@@ -90,8 +90,8 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return file name -> text. Nulls are dropped: in a table, each row has all file names of the column, with null for files that it
-    lacks."""
+    """Return file name -> text, without nulls. Columnar formats such as Parquet give every row all file names of the column, with null for
+    the files that the row lacks."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")

@@ -21,7 +21,7 @@ SILENCE_SECONDS = 10.0
 
 
 class Member(Protocol):
-    """Engine, reward worker or server: one or several processes."""
+    """What a `Fleet` starts, watches and restarts: an engine, reward worker or judge server, of one or several processes."""
 
     name: str
 

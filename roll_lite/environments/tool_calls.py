@@ -57,8 +57,8 @@ def family_of(chat_template: str) -> CallFormat | None:
 
 
 class ToolCallParser:
-    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, for the types of arguments written as text.
-    `thinking`: the generation prompt already opens the thoughts."""
+    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, used to convert arguments that a format
+    writes as plain text. `thinking`: the prompt already ends with the opening `<think>` tag."""
 
     def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
         self._tokenizer = tokenizer

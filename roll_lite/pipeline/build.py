@@ -170,7 +170,7 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Start the rollout service, the judges, and the engines and reward models that stay loaded. `offloaded`: reward models that do not.
+    """Begin to initialize the rollout service, the judges, the reward models not in `offloaded`, and the engines unless they are offloaded.
     Return the pending calls."""
     together: list[Pending[Any]] = [live.prepare_service()]
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]

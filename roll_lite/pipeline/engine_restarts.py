@@ -47,7 +47,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Slots and node checks of engines that join when devices become free."""
+    """Reserves devices for engines that join during the run, and checks that their nodes have the driver's files and versions."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
@@ -279,8 +279,8 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Restart an engine. If it joined during the run (`most_replicas`), it gives up its devices and waits for free devices on any
-        node."""
+        """Restart an engine. One that joined during the run (`most_replicas`) first frees its devices, and starts when devices are free on
+        any node; others keep their slot."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

@@ -112,7 +112,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Check that a `with` block ran to its end, since a context manager can suppress a failed assertion."""
+        """Insert a check that the `with` block ran to its end, since the program's context manager can suppress a failed assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)

@@ -397,7 +397,7 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves in progress; at most one if all samples have called `join`."""
+        """Waves (batches of requests that start together) in progress; at most one if all samples have called `join`."""
 
     def join(self) -> None:
         self._members += 1

@@ -68,8 +68,8 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds, summed over domains, in which no prompts for later batches were started because a whole batch of samples or more waited for
-    scores."""
+    """Seconds, summed over domains, in which slow rewards held a domain back: a batch or more of its samples waited for scores, so it
+    started no prompts for later batches."""
     early: int = 0
     exhausted: bool = False
 

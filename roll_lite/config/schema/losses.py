@@ -259,9 +259,9 @@ class CorrectionFilterConfig(Section):
     """Value of a token. ratio: trainer's / engine's probability (sequence_sum: product, sequence_mean: geometric mean). k1, k2, k3, abs:
     KL(engine || trainer) in nats. difference: trainer's - engine's probability."""
     low: float | None = None
-    """Lower limit of values that pass."""
+    """Lower limit of the estimator's value; null: unlimited."""
     high: float | None = None
-    """Upper limit of values that pass."""
+    """Upper limit of the estimator's value; null: unlimited."""
 
     @rule
     def _range(self) -> Mistakes:

@@ -42,11 +42,11 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Defaults that the user may override."""
+    """Environment variables for the engine, unless the user has set them."""
     required: Mapping[str, str] = field(default_factory=dict)
     """Values that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Values that follow from the YAML configuration or placement."""
+    """Environment variables that follow from the YAML configuration or placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)

@@ -72,7 +72,7 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's loss (summed over rows) and scale it for the training objective."""
+        """Record a layer's load-balancing loss (summed over rows). Return it times coef / rows, its share of the training objective."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 

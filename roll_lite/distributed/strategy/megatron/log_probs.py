@@ -71,8 +71,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Compute log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, whole on every rank. Words outside
-    the softmax get DROPPED and no gradient."""
+    """Compute log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank.
+    Tokens that `vocabulary` excludes from a truncated softmax get log-prob DROPPED (-1e4) and no gradient."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

@@ -70,7 +70,7 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the targets' columns in the block [N, 1] (0 if outside), and a mask [N, 1] of targets inside."""
+        """Return two tensors [N, 1]: each target's column index in the block (0 if it lies outside), and whether it lies inside."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
