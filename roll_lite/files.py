@@ -1,6 +1,7 @@
-"""Read and write files, use folders in object stores, and change the environment for a block.
+"""Read and write files, use folders in object stores, and change environment variables for a block.
 
-Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end."""
+Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
+"""
 
 from __future__ import annotations
 
@@ -165,8 +166,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for messages about missing paths: relative paths count from the current folder; if a parent folder has the path, the
-    hint names it."""
+    """Return a hint for messages about a missing path. It tells that relative paths count from the current folder and, if a parent folder
+    has the path, names that folder."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

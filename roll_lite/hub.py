@@ -72,8 +72,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the cache path of a hub name; None if `path` is a path of this machine. A model's name can do without hf://, unless a path of
-    that name, or its first folder, exists here."""
+    """Return the cache path of a hub name; None if `path` is a local path. A model's name needs no hf://, unless a path of that name, or a
+    folder with the name's first part, exists on this machine."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -126,7 +126,8 @@ def fetch(path: Path, tell: Tell = _to_stderr) -> None:
 
 
 def config_notation(path: Path) -> str:
-    """Return a path as a configuration would have it: hub name and commit if it is in the cache."""
+    """Return the path as a configuration would name it: for a path in the hub cache, hf:// with name and commit; any other path
+    unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -269,8 +270,8 @@ def split_of(name: str) -> str:
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Choose the data files for `rest`, `[configuration or file]?split=...`, in order. A configuration is a folder; folders named data or
-    after splits, inside or around it, do not count. ValueError lists the choices."""
+    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects, sorted. A configuration is a folder;
+    folders named `data` or after a split do not count as configurations. ValueError, with the choices, if none or several match."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

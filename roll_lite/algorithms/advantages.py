@@ -109,7 +109,7 @@ class _Groups:
     size: torch.Tensor
     mean: torch.Tensor
     flat: torch.Tensor
-    """bool: all rewards of the group are equal."""
+    """[N] bool: all rewards of the row's group are equal."""
 
     @classmethod
     def of(cls, rewards: torch.Tensor, groups: torch.Tensor) -> _Groups:
@@ -147,8 +147,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return each turn's reward plus the discounted rewards of later turns in the same row. `rewards`, `rows`: reward and row index of each
-    turn, in order."""
+    """Return each turn's reward plus the discounted rewards of later turns in the same batch row. `rewards`, `rows`: reward and batch row
+    of each turn, sorted by row, then by time."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -178,10 +178,12 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return reward minus group mean, times (samples / samples in groups with unequal rewards), so that groups of equal rewards do not
-    dilute the gradient.
+    """Return (reward - group mean) * n / m: n samples, m of them in groups with unequal rewards. So groups of equal rewards do not dilute
+    the gradient.
 
-    before_kl [N]: rewards to compare for equality, since KL makes nearly all rewards differ. trains [N]: samples to count."""
+    before_kl [N]: rewards to compare for equality, since KL makes nearly all rewards differ. trains [N] bool: samples that count in n and
+    m.
+    """
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains

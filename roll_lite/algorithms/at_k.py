@@ -19,8 +19,8 @@ def every_k(most: int) -> list[int]:
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. With equally many samples of each prompt it is the
-    standard deviation of the prompts' means, divided by the root of their number."""
+    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. If all prompts have equally many samples, it is the
+    standard deviation of the prompts' means, divided by the square root of the number of prompts."""
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())
     count = len(deviations)
@@ -28,10 +28,11 @@ def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
 
 
 class SampledPrompts:
-    """Samples sorted by prompt. Methods return one value per prompt, NaN with fewer than k samples."""
+    """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`answers`: equal numbers (from 0) for equal answers to a prompt, or a sentinel."""
+        """All arrays have one entry per sample. `answers`: number (from 0) of the answer, equal for equal answers to a prompt; or a
+        sentinel."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
@@ -40,7 +41,7 @@ class SampledPrompts:
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] index, in the arrays passed to `__init__`, of one sample per prompt."""
+        """[P] For each prompt, the index of one of its samples in the arrays passed to `__init__`."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
@@ -64,8 +65,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """maj@k: share of majority votes with a correct winner; each k consecutive samples hold one vote. A tie counts as the tied answers'
-        mean correctness. Samples without an answer abstain. NaN if the reward extracts no answers."""
+        """maj@k: share of majority votes with a correct winner. Each k consecutive samples of a prompt are one vote. In a tie, the tied
+        answers' mean correctness counts. Samples without an answer abstain. NaN if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -15,7 +15,7 @@ from numba import njit
 ENTRIES_PER_THREAD = 1 << 17
 
 PARTS_PER_THREAD = 4
-"""Blocks of rows per thread: fast threads take over blocks that a delayed thread has not begun."""
+"""Blocks of rows per thread. Several let fast threads take over blocks from a delayed thread."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -26,7 +26,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Maps this rank's `row_moments` to the (shift, scale) that whiten the global batch."""
+"""Maps this rank's `row_moments` to (shift, scale): (x - shift) * scale whitens the global batch."""
 
 
 def recurrence(
@@ -39,9 +39,9 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`. `tokens`: its token tensors; None for 0. `rows`: its row arguments, each a tensor [B],
-    one number for all rows, or None for 0. `outputs`: dtypes of the tensors that it returns. With `whitening`, the kernel runs twice, first
-    for the moments. `per_turn`: gamma discounts from turn to turn only."""
+    """Run the kernel `gae` or `discounted_returns`. `tokens`: its token tensors; None stands for zeros. `rows`: its row arguments, each a
+    tensor [B], one number for all rows, or None for 0. `outputs`: dtypes of the returned tensors. With `whitening`, the kernel runs twice:
+    for the moments, then for the outputs. `per_turn`: apply gamma only from turn to turn."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -79,8 +79,9 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """For rows from `first` up to `stop`, write advantages (to `out`) and returns. If `moments` has rows, write only the `row_moments` of
-    the advantages. Arguments as in advantages.gae. Discounts: `within` between tokens of one turn, `gamma` between turns."""
+    """For rows from `first` up to `stop`, write (advantage - shift) * scale to `out`, and returns to `returns`. If `moments` is not empty,
+    write only the advantages' `row_moments` there instead. Discount: `within` between tokens of one turn, `gamma` between turns. Other
+    arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -127,8 +128,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write (discounted return - shift) * scale to `out`. If `moments` has rows, write only each row's count, sum and squared deviations of
-    the returns there. `within`: discount between tokens of a turn; `gamma`: between turns."""
+    """Write (discounted return - shift) * scale to `out`. If `moments` is not empty, write only the returns' `row_moments` there instead.
+    Discount: `within` between tokens of one turn, `gamma` between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]

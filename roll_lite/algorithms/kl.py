@@ -14,7 +14,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Subtract and clamp log-probs; 0 for tokens impossible under both policies."""
+    """Return log_probs - other, clamped; 0 for tokens impossible under both policies."""
     impossible = (log_probs == -torch.inf) & (other == -torch.inf)
     return clamped(log_probs.masked_fill(impossible, 0.0) - other.masked_fill(impossible, 0.0))
 

@@ -67,11 +67,11 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token, or of the sequence in sequence-level losses; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its range, so that the token has no gradient; in cispo and topr, the weight was raised to its lower
+    """bool: the ratio is below its range, so that the token has no gradient. In cispo and topr: the weight was raised to its lower
     bound."""
     clipped_high: torch.Tensor
     """bool: the ratio is above its range, so that the token has no gradient. In losses that weight the log-prob by the clipped ratio
-    (cispo, topr): the weight was lowered to its upper bound."""
+    (cispo, topr), which keep the gradient: the weight was lowered to its upper bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:

@@ -118,10 +118,12 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1). over=running first updates `running`.
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1). over=running first adds the rewards to
+    `running`.
 
-    trains [N] bool: samples in the statistics; over=group uses all. With standard deviation 0, nothing is divided, and reward minus mean is
-    exactly 0."""
+    trains [N] bool: samples in the statistics; over=group uses all. If the standard deviation is 0, rewards are not divided, and reward
+    minus mean is exactly 0.
+    """
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9

@@ -43,14 +43,15 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of one model's forward or training pass, on the rank with the most samples, if all samples have the maximum length."""
+    """Micro-batches of one model's forward or training pass: their number if all samples have the maximum length, and their maximum
+    tokens."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
-    """Samples on the rank with the most, if all samples are equally long."""
+    """Samples on the fullest rank if all samples are equally long."""
     most_rows: int
-    """Most samples that one rank can get: each of the other ranks has a single long sample."""
+    """Maximum samples on a rank. It is reached if each of the other ranks gets a single long sample."""
     longest: int
     budget: int
     """Token limit of a micro-batch; a longer sample runs alone."""
@@ -80,7 +81,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average number of prompts. A single step's number differs from it by less than two."""
+    """Average prompts per step. A single step's number differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
 
@@ -131,7 +132,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting that gives the sampling parameter `key` for validation of domain `name`."""
+    """YAML path of the setting from which validation of domain `name` takes the sampling parameter `key`."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -221,7 +222,7 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
     """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`,
-    so that it must be divisible too; engines copy the head, so that `head_dim` is None."""
+    which must then be divisible too. Engines copy the head instead: for them, `head_dim` is None."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
@@ -362,8 +363,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step. If a domain's average number of prompts is fractional, a single step's number differs from it by less than
-    two; in the worst case, the domains with most samples per prompt get the most prompts."""
+    """Maximum samples of a step: the domains with the most samples per prompt get as many prompts as possible. A step's prompts of a domain
+    differ from its average by less than two, or not at all if the average is a whole number."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -378,6 +379,6 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Return the samples on the rank with the most: (if all samples are equally long, in the most uneven split). In the latter, each of the
-    other ranks has a single long sample."""
+    """Return (rows, most_rows) of PassArithmetic: samples on the fullest rank if all are equally long, and if each other rank has a single
+    long sample."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -32,7 +32,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Role -> its tensors on the device. Roles are loaded in this order; one that waits for its devices does not delay later ones."""
+    """Role -> its tensors on the device. Roles are loaded in this order, but a role that waits for its devices does not delay those after
+    it."""
     in_turns: bool = False
     """True: roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True

@@ -1,7 +1,4 @@
-"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw.
-
-Minus infinity marks log-probs of tokens outside the mask.
-"""
+"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. Tokens outside the mask have log-prob minus infinity."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """True if some tokens cannot be sampled; min_tokens forbids an early end of sequence."""
+    """True if some tokens cannot be sampled. min_tokens counts too: it forbids an early end of sequence."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 

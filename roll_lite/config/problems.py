@@ -129,7 +129,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint with the valid names close to `wrong` or, if none is, with all."""
+    """Return a hint with the valid names close to `wrong`, or with all valid names if none is close."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

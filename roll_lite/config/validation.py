@@ -264,8 +264,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key instead of becoming its value. So it is for a mapping's entry that an earlier layer set (`inherited`),
-    and for a setting that cannot be null, which returns to its default."""
+    """True if null removes the key instead of becoming its value. This holds for a mapping's entry that an earlier layer set (`inherited`),
+    and for a setting that cannot be null: it returns to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

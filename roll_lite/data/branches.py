@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return one row per sample: a copy of its first row in which some columns cover all its rows. response_length is the sum, min_version
-    the minimum, max_version the maximum, and policy_tokens the maximum, since max_tokens limits each row."""
+    """Return one row per sample: its first row, but with response_length summed over all its rows, their lowest min_version, highest
+    max_version and largest policy_tokens (the largest, since max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -278,7 +278,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Load the trained samples, bit-identical and in batch order. ValueError for an unusable file."""
+    """Load the trained samples as the batch that was dumped, bit-identical and in the same order. ValueError for an unusable file."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 

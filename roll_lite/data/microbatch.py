@@ -44,13 +44,13 @@ class Multiples:
     tokens: int = 1
     """Pad a micro-batch's tokens to a multiple of this, for sequence and context parallelism."""
     count: int = 1
-    """Required divisor of the number of micro-batches: interleaved pipeline stages run this many per model chunk."""
+    """The number of micro-batches is made a multiple of this: interleaved pipeline stages run this many per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches to reach if
-        possible, because another rank runs as many."""
+        possible; the rank must run this many anyway, because another rank does or because of `Multiples.count`."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class MicroBatchPlan:
 
 def padded(rows: DataProto) -> MicroBatch:
     """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
-    tokens count. An empty batch is padded to T = 2, so that losses work on it."""
+    tokens count in the loss. An empty batch is padded to T = 2, so that losses work on it."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -42,8 +42,9 @@ def cut_mini_batches(
     """In each epoch, shuffle the batch by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0 and
     empty mini-batches are dropped.
 
-    `samples`: number of each row in the batch. `owners`: sample of each row; None if every row is a sample of its own. A sample's rows stay
-    in one mini-batch. The loss aggregation counts them as one sequence unless `rows_are_sequences`.
+    `samples`: row numbers by which mini-batches name their rows. `owners`: number of the sample that each row belongs to; None if every row
+    is a sample of its own. All rows of a sample are in the same mini-batch, and the loss aggregation counts them as one sequence unless
+    `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
@@ -63,7 +64,7 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
-    """Return relative costs. At `attention_parity_tokens` tokens, attention costs as much as the rest of the model."""
+    """Return each row's relative cost. In a row of `attention_parity_tokens` tokens, attention costs as much as the rest of the model."""
     return tokens * (1 + tokens / attention_parity_tokens)
 
 

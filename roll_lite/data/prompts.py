@@ -265,8 +265,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. ValueError if its prompt count, seed or domain differs, or if it was saved for several files with
-        shares. The prompts themselves are not compared."""
+        """Continue from a saved state. ValueError if its prompt count, seed or domain differs, or if it is of a domain that mixed several
+        files by shares. The prompts themselves are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

@@ -97,8 +97,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of tokens at the end of the context that an interrupted request generated for this response. The returned text includes these
-    tokens, and stop strings may begin in them; other fields describe new tokens only."""
+    """Number of tokens at the end of the context that an interrupted request generated for this response. The completion's text includes
+    these tokens, and stop strings may begin in them; its other fields describe new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
     """Exclude the context from the loss: another row of the sample trains on it."""
@@ -121,13 +121,13 @@ class VersionSpan(NamedTuple):
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Cut spans to the tokens from `first` up to `end` (exclusive); the new starts count from `first`."""
+    """Return the spans of the tokens from `first` up to `end` (exclusive), with starts relative to `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
 
 def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Drop spans that repeat the previous version."""
+    """Merge consecutive spans of the same weight version."""
     return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
@@ -208,7 +208,7 @@ class Segment:
     """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
-    """Index of the response in its sample."""
+    """Index of the segment's response among the sample's responses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class EpisodeRecord(Packed):
     """The environment's verdict; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """The agent's other conversations, in order of their first response."""
+    """The agent's conversations besides `messages`, in order of their first response."""
     answer: str | None = None
     """Answer to score instead of the last response."""
 

@@ -37,7 +37,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
 
 
 def search_current_folder() -> str:
-    """Add the current folder to the import path, where Python puts only the script's folder; return it."""
+    """Add the current folder to the import path, and return it. Python itself adds only the script's folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

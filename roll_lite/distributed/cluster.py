@@ -1,8 +1,8 @@
-"""Cluster of one role's Ray actors. A call passes the worker's method: `cluster.start_scatter(ActorWorker.train_step, shards)`.
+"""Cluster of one role's Ray actors. A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-Verbs: `all` calls every rank. `one` calls rank 0. `each` calls the living ranks of a cluster whose ranks are independent (engines).
+`all` calls the method on every rank, `one` on rank 0. `each` calls the living ranks of a cluster whose ranks are independent (engines).
 `start_scatter` sends shard i to all ranks of data-parallel rank i. `heads_scatter` sends shard i only to the head rank of data-parallel
-rank i, the one that returns outputs. Verbs with `start_` do not wait.
+rank i, the one that returns outputs. Methods named `start_...` do not wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads of a worker for liveness calls during its work: `until_death`, `place` (heartbeat), `stacks`."""
+"""Threads of a worker that answer `until_death`, `place` (heartbeat) and `stacks` while another method runs."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ClusterSpec:
     timeout_s: float | None = None
     """Time limit of every call; None: unlimited."""
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. The other ranks wait for free devices. Until they start, they count as
+    """Number of ranks that start with the cluster; None: all. The other ranks start when devices become free; until then they count as
     lost."""
 
 

@@ -1,7 +1,7 @@
 """Batches whose per-token columns bypass the driver.
 
-Workers store these columns as blocks in Ray's object store. The driver holds only columns with one value per sample. It sends each
-data-parallel rank a shard: such columns, and references to blocks. A block lives while a Batch or a shard refers to it.
+Workers store per-token columns as blocks in Ray's object store. The driver holds only the columns with one value per sample. It sends each
+data-parallel rank a shard: the rank's rows of these columns, and references to blocks. A block lives while a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Put columns, which must include `sample`, into the object store."""
+    """Put per-token columns into the object store. `columns` must also have the column `sample`, the sample numbers."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -96,8 +96,8 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Column -> two arrays with an entry per batch row: index in `_refs` of the object that holds it (NOWHERE if missing), row in that
-        object."""
+        """Column -> two arrays with an entry per batch row: the index in `_refs` of the object that holds the row's values (NOWHERE: none
+        does), and the row's position in that object."""
         self.add(blocks)
 
     def __len__(self) -> int:

@@ -20,7 +20,8 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster: a rank raised, died or timed out. The ranks are killed first, except by `pending.pause`."""
+    """First failure of a cluster: a rank raised, died or timed out. All ranks of the cluster are killed before it is raised, except when a
+    phase times out in `pending.pause`."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -52,7 +53,7 @@ class RestartBudget:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Count a restart and return True, unless `name` has used up its `restarts`."""
+        """Return True and count a restart, unless `name` has already had `restarts` of them within BUDGET_SECONDS."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
         if len(times) >= restarts:

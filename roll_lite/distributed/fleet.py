@@ -176,7 +176,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Wait until no member is busy or starting, then keep all idle inside the block. Lost members restart after the block."""
+        """Wait until no member is busy or starting. Inside the block no member gets work, and lost members are not restarted."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))

@@ -23,7 +23,7 @@ from roll_lite.distributed.watchdog import WATCHDOG, Limit
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Longest wait inside Ray, so that Ctrl-C and timeouts are noticed."""
+"""Maximum length of one `ray.wait`: between two of them, Ctrl-C and timeouts are noticed."""
 KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another rank reports a broken connection."""
@@ -36,7 +36,8 @@ class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
         """`ref`: Ray reference to the result; None if the rank is already lost; a list for a method with several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
-        """References to further results: while held, these stay in the object store even if the rank dies."""
+        """References to the further results. While these references are held, the results stay in the object store even if the rank
+        dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
@@ -152,7 +153,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second while waiting for the event `waits_for`. RankFailed if a rank fails or the phase times out."""
+    """Sleep half a second, in a loop that waits for an event. Raises RankFailed if a rank fails or the phase times out; `rank` and
+    `waits_for` (the event) are for the message of a timeout."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -269,7 +271,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Return stack traces of up to MOST_STACKS ranks. A rank that does not answer this call is asked by a signal."""
+    """Return stack traces of up to MOST_STACKS ranks. A rank that does not answer the call `stacks` is asked by SIGUSR1."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}

@@ -91,7 +91,7 @@ MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 
 
 def member_places() -> list[tuple[str, int, Place]]:
-    """(role, number, place) of this run's living reward and environment workers, oldest first."""
+    """Return (role, number, place) of this run's living reward and environment workers, oldest first."""
     if not ray.is_initialized():
         return []
     job = ray.get_runtime_context().worker.current_job_id

@@ -201,7 +201,8 @@ class LivenessWatch:
         return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return reference -> (group, rank) for groups that end with a rank's death. A reference becomes ready when its rank dies."""
+        """Return {reference: (group, rank)} for all ranks of groups that end when one rank dies. A reference becomes ready when its rank
+        dies."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 

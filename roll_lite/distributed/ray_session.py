@@ -277,8 +277,9 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and mark (an id in its processes' environment) while a guard process watches the driver. On a
-    cluster started elsewhere, no process has the mark: the guard then only records a killed driver's death in the run's folder."""
+    """Yield a session's private folder and its mark, an id in the environment variables of its processes. Meanwhile, a guard process
+    watches the driver. On a cluster started elsewhere no process has the mark, so the guard only records a killed driver's death in the
+    run's folder."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

@@ -1,8 +1,9 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Not all children of Ray's processes die with the driver: the guard then kills every process with the session's mark (an id) in its
-environment, or with open files of the session. There are two guards, in case one is killed with the driver. Every Ray worker imports this
-file, so it uses only the standard library."""
+Some processes that Ray starts outlive the driver. After its death, the guard kills every process that has the session's mark (an id) in its
+environment variables, or open files of the session. A second guard runs in case one is killed with the driver. Every Ray worker imports
+this file, so it uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver's end. Return False if it died; True if it reported its end, or if the session is already cleaned up. Meanwhile
-    replace the other guard if it dies."""
+    """Wait for the driver's end; meanwhile, replace the other guard if it dies. Return False if the driver died, True if it reported its
+    end or the session is already cleaned up."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

@@ -1,8 +1,6 @@
-"""Watchdog of the driver: time limits of phases, and a thread for a stuck main thread.
-
-Waits in pending.py notice a passed limit or a lost Ray session. If a call into Ray never returns, the thread records the run's end and
-kills the process.
-"""
+"""Watchdog of the driver: time limits of phases, and a thread that watches the main thread. The main thread notices a passed limit or a
+lost Ray session while it waits in pending.py. If a call into Ray never returns, the watchdog thread records the run's end and kills the
+process."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class Worker:
     lives_alone: ClassVar[bool] = False
     """True if a `Fleet` handles a worker's death, and the cluster's other workers continue."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts by Ray; -1: unlimited. Only with `watched = False`; the caller must initialize the process again."""
+    """Maximum restarts by Ray; -1: unlimited. Allowed only with `watched = False`. After a restart, the caller must initialize the worker
+    again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
@@ -145,7 +146,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that reserves a port (0: any free port); only a server with SO_REUSEADDR can also bind that port."""
+    """Return a socket that holds a port (0: any free one) for a later server. Only a server with SO_REUSEADDR can bind it meanwhile."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, port))

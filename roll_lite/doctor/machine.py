@@ -47,7 +47,7 @@ LEAST_FREE = 0.9
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (docs/environment.md) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
-"""GPU: name, free bytes, total bytes."""
+"""(name, free bytes, total bytes) of a GPU."""
 
 
 @dataclass
@@ -183,5 +183,5 @@ def check_clock(newest: Path = Path(__file__)) -> Iterator[Diagnosis]:
 
 
 def check_machine(run_folder: Path) -> Iterator[Diagnosis]:
-    """Run the checks of one node that need neither Ray nor free ports."""
+    """Run all checks of this machine except those of Ray and of ports."""
     return chain(check_versions(), check_engines(), check_gpus(), check_space(run_folder), check_sandbox(), check_clock())

@@ -95,8 +95,8 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
-    """Report the bandwidths, and warn of slow links. `speeds`: bytes per second between each two neighbours in `places`, and last, of an
-    all-reduce over all places."""
+    """Report the bandwidths, and warn of slow links. `places`: node addresses. `speeds` in bytes per second: between each two neighbours in
+    `places`, then of an all-reduce over all."""
     *pairs, together = speeds
     told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
     yield Diagnosis(backend, told)

@@ -25,7 +25,7 @@ from roll_lite.sandbox import kernel
 MOST_CHARACTERS = 64
 READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
-"""Bytes kept of a program's output, from its end."""
+"""Maximum bytes kept of an agent program's output: the last ones."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Node:
     number: int
     ids: list[int]
     length: int
-    """Tokens of the conversation up to the response's end."""
+    """Number of tokens in the conversation up to the response's end."""
 
 
 class AgentSession:
@@ -120,7 +120,8 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop)."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop string
+        that was found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
@@ -182,7 +183,8 @@ def _reward(result: Any) -> float:
 
 
 def command_agent(command: Sequence[str]) -> Agent:
-    """Make an agent of a program: task as JSON on standard input, endpoint in environment variables, result in the last output line."""
+    """Build an agent that runs a program. The program gets the task as JSON on standard input and the endpoint in environment variables;
+    its last line of output is the result."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(

@@ -30,7 +30,7 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Placeholder for shipped tools, whose real schemas need a started sandbox, index or server."""
+"""Placeholder for the schemas of tools that roll_lite ships: the real ones need a started sandbox, index or server."""
 
 
 def check_environments(config: RunConfig) -> Iterator[Problem]:

@@ -73,7 +73,8 @@ class ChatRenderer:
         return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Tokens between a response and the next: the rest of the assistant's message, the new messages, the generation prompt."""
+        """Return the tokens between a response and the next: the end of the assistant's message (unless sampled), the new messages, the
+        generation prompt."""
         ids = self._text.encode(self._following(self._guarded(messages)))
         last = response_ids[-1] if response_ids else None
         place, first = self._text.first_added(ids)
@@ -176,8 +177,8 @@ class ChatRenderer:
 
 
 class PlainRenderer:
-    """Renderer for base models: contents joined, without roles. `written`: the domain's template; added tokens that it spells stay tokens
-    in prompts."""
+    """Renderer for base models: contents joined, without roles. `written`: the domain's template. Added tokens that occur in it, such as
+    `<|im_end|>`, stay tokens in prompts."""
 
     thinking = False
 

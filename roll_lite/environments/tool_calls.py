@@ -15,10 +15,10 @@ MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-"""Tokens that parsers need, kept even if special."""
+"""Markup of calls and thoughts that parsers need. These tokens stay in the decoded text even if they are special tokens."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
-"""End of a call. The closing tag may be missing."""
+"""End of a tool call in the format `hermes`. The closing tag may be missing."""
 SKIP_TO_END = re.compile(r"</tool_call>|(?=<tool_call>)|\Z")
 CODER_START = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 CODER = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>((?:(?!<function=).)*?)</function>(?:\s*</tool_call>)?", re.DOTALL)

@@ -31,7 +31,8 @@ class Tools(Protocol):
     def schemas(self) -> Sequence[dict[str, Any]]: ...
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        """Open the tools at the episode's first call; close them at its end."""
+        """Return a context manager for one episode, which gives the function that makes calls. It is entered before the first call of these
+        tools and left at the episode's end."""
         ...
 
 

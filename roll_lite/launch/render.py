@@ -33,7 +33,8 @@ class Launch:
     claim: str = "shared"
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield problems with settings that the target cluster does not allow."""
+        """Yield settings that would not work in the rendered file: secrets, the address of another cluster; for Kubernetes, also a missing
+        image and paths that pods cannot use."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:
                 yield hidden(word), "would stand in the file; write ${oc.env:NAME}, and set that variable on the nodes"

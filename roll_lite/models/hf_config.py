@@ -35,7 +35,7 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts; None for dense models, or if config.json has it in an unknown field."""
+    """Number of experts; None for dense models, or if the name of its field in config.json is unknown."""
     expert_feed_forward: int | None = None
 
 

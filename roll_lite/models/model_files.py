@@ -103,7 +103,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Hash names, dtypes, shapes and first bytes of all tensors."""
+    """Hash the names, dtypes, shapes and first 4 KiB of all tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -142,7 +142,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Return a message if a tensor contains NaN or infinity. Only the first numbers of the first tensors are read."""
+    """Return a message if a tensor contains NaN or infinity. Only the first 4 KiB of up to 500 tensors are read."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:

@@ -12,7 +12,8 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """Consecutive steps that must show a sign before it is reported."""
 GROUPS = 12
-"""Minimum sample groups, over the steps that show a sign, to report it for a single domain: in fewer groups, equal scores may be chance."""
+"""A sign is reported for a single domain only if the steps that show it have at least this many sample groups in all: in fewer, equal
+scores may be chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which entropy has collapsed."""

@@ -26,7 +26,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """For a mean whose sum a loss function reports: metrics that may hold the number of items. The first of them that is reported is used.
+    """Metrics that may hold the number of items, for a mean whose sum a loss function reports. The first one that is reported is used.
     Empty: each optimizer step is one item."""
     shown: bool = True
     """False for inputs of derived metrics."""

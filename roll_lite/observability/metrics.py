@@ -93,7 +93,7 @@ class MetricSums:
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
     def merge(self, other: MetricSums) -> None:
-        """Add the metrics of another rank or a later step. For LAST metrics, `other` wins."""
+        """Add the metrics of another rank or a later step. Metrics whose reduction is LAST take the value of `other`."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
 

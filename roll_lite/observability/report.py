@@ -39,7 +39,8 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""Metrics by what they cover: `overall`, a domain, or a domain's samples with one value of its `report_by` column (`math/level:5`)."""
+"""Subset of the validation samples -> its metrics. A subset is `overall`, a domain (`math`), or a domain's samples with one value of its
+`report_by` column (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
@@ -51,7 +52,7 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 Results = dict[str, dict[str, float]]
-"""Metrics by what they cover, with the same keys as `Measures`."""
+"""Subset of the validation samples (as in `Measures`) -> {metric: value}."""
 
 
 def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) -> Results:

@@ -57,8 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder that holds the experiment's runs. With checkpoint.store, return the folder of their checkpoints in this store
-    instead."""
+    """Return the folder of the experiment's runs or, with checkpoint.store, the folder of their checkpoints in this store."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -82,9 +81,10 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a resumed run writes again: steps after `step`, and validations from `step` on.
+    """Prepare the folder of a run that resumes after `step`: remove what the run writes again, that is, later steps, and validations from
+    `step` on.
 
-    `files`: JSON-lines files to cut. `folders`: also remove these steps' own files and folders.
+    `files`: JSON-lines files to cut. `folders`: also remove files and folders named after these steps.
     """
     for name in files:
         if not (folder / name).exists():

@@ -27,7 +27,7 @@ from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with the run's ids at tracking services, also stored in checkpoints: a run that resumes this one continues under these ids."""
+"""File with the run's ids at tracking services. It is also stored in checkpoints, so that a resumed run continues under these ids."""
 
 
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
@@ -165,8 +165,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call all trackers. A tracker that fails is dropped. With `extra`, the name of an optional kind of data, it only gets no more data
-        of this kind."""
+        """Call all trackers. A tracker whose call fails is dropped. `extra`: name of an optional kind of data; a tracker that fails with it
+        is kept, but gets no more data of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -190,7 +190,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call; metrics: ten times as many."""
+"""Maximum parameters per MLflow call. A call may take ten times as many metrics."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
 """Maximum spans that wait to be sent; further ones are dropped."""
@@ -430,7 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Remove the section `trackers`, and hide secrets. Values of environment variables with secret-like names become `${oc.env:NAME}`."""
+    """Return the settings that trackers may see: without the section `trackers` and without secrets. Values of environment variables with
+    secret-like names become `${oc.env:NAME}`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

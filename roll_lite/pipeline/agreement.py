@@ -35,8 +35,8 @@ FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
 STALE_FLOOR = 0.05
 """FLOOR for samples that older weights generated."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""Limit of an engine's mean log-prob difference, as a multiple of the median of earlier steps and of the other engines' mean. Above it, an
-error is raised. STALE_FACTOR: for samples of older weights."""
+"""An error is raised if an engine's mean log-prob difference exceeds FACTOR times the median of earlier steps, or FACTOR times the other
+engines' mean. For samples of older weights, STALE_FACTOR takes the place of FACTOR."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
@@ -96,7 +96,8 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean absolute log-prob differences between engines and trainer, one per earlier step, by Age of the samples, written as "0 0"."""
+        """Mean absolute log-prob difference between engines and trainer in each earlier step, by Age of the samples. Keys are text ("0 0")
+        for JSON."""
         self._exceeded: dict[tuple[Age, int], int] = {}
         """Number of latest steps in a row in which an engine's samples of older weights exceeded a limit, by age and engine."""
 
@@ -104,8 +105,8 @@ class Agreement:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: for each rank, the sum of
-        differences and number of tokens of its samples."""
+        """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: for each rank, {sample number:
+        (sum of log-prob differences, number of tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

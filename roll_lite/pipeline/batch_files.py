@@ -29,9 +29,9 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Maximum possible tokens of a step for which `batches.write: auto` writes batches: some megabytes on disk."""
+"""`batches.write: auto` writes batches only if a step can have at most this many tokens: some megabytes on disk."""
 AUTO_STEPS = 500
-"""Number of first steps that `batches.write: auto` writes, to limit disk usage."""
+"""`batches.write: auto` writes only this many steps, the first ones, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 """Columns that are not written: thousands of numbers per token, which a forward pass can recompute."""
 
@@ -94,7 +94,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of an update skipped as not finite, even with `batches.write: never`."""
+        """Write the samples of an update that was skipped because loss or gradient was not finite, even with `batches.write: never`."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN

@@ -77,10 +77,10 @@ FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNE
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables for torch's allocators; the first has priority."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Number of hardware queues (environment variable). With one, kernels start in launch order, which Megatron's tensor-parallel overlap
-needs."""
+"""Environment variable for the number of hardware queues. With one queue, kernels start in launch order, which Megatron's tensor-parallel
+overlap needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
-"""Ray's names of GPUs on which CONNECTIONS need not be one."""
+"""Ray's names of the GPUs on which CUDA_DEVICE_MAX_CONNECTIONS need not be 1."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -109,7 +109,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return QUIET, overridden by the user's environment; without HF_HUB_OFFLINE if the configuration names the hub (hf://)."""
+    """Return the environment variables of QUIET, with the user's values where set. Unless the user set it, HF_HUB_OFFLINE is left out if
+    the configuration names the hub (hf://)."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 

@@ -133,7 +133,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Try to complete the checkpoint in progress if the block fails; after an interruption, only if all ranks have written it."""
+        """Run the block; if it fails, try to complete the checkpoint in progress. After an interruption (Ctrl-C, SIGTERM), complete it only
+        if all ranks have already written it."""
         try:
             yield
         except Exception:

@@ -66,10 +66,10 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from. `folder` is a checkpoint, which is taken, or a run's folder. Of a run, the newest finished
-    checkpoint is taken or, if it has none, the one from which it resumed.
+    """Choose the checkpoint to resume from. If `folder` is a checkpoint, it is chosen. If `folder` is a run's, the run's newest finished
+    checkpoint is chosen or, if there is none, the one from which the run resumed.
 
-    Raise ValueError if there is none.
+    Raise ValueError if no finished checkpoint is found.
     """
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):

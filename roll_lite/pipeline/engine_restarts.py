@@ -103,7 +103,7 @@ class EngineRestarts:
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """Time of the next attempt for each engine that failed too often."""
+        """Engine -> time of its next start, for engines that joined during the run and used up their restarts."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
@@ -139,7 +139,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause that the rollout service saw or, if it saw none, the driver."""
+        """Report each lost engine once, with the cause seen by the rollout service or, if it saw none, by the driver."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -167,7 +167,8 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine lives."""
+        """Call `tend`, then return True if started replacements may get weights and serve. With `offload: true`, they may only if no other
+        engine lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
@@ -279,8 +280,8 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Restart an engine. One that joined during the run (`most_replicas`) first frees its devices, and starts when devices are free on
-        any node; others keep their slot."""
+        """Start a new process for an engine. If the engine joined during the run (`most_replicas`), its devices are freed first, and the
+        new process waits for free devices on any node. Other engines restart on their own devices."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

@@ -494,7 +494,7 @@ class Journal:
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
 
     def go_back(self, step: int) -> None:
-        """Remove records of later steps, which the run repeats."""
+        """Remove records of steps after `step`, which the run repeats."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
         self.history.restore(self.folder / METRICS_FILE)

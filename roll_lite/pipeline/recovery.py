@@ -1,8 +1,11 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
-Training roles restart from the newest checkpoint or in-memory copy, and repeat the updates since then on batches kept by the driver. The
-service restarts in its state after the last step; the kept batches' tokens are lost with it. So if weights were being updated, or a
-training rank is lost too, the run goes back to that checkpoint or copy and repeats whole steps.
+Lost rank of a trained model: all trained models load the newest checkpoint or in-memory copy, and repeat the updates since then on batches
+kept by the driver.
+
+Lost rollout service: it restarts in its state after the last step. The tokens of the kept batches are lost with it. If updates must be
+repeated too (a trained model has also lost a rank, or weights were being updated), the run therefore goes back to that checkpoint or copy
+and repeats whole steps, generation included.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, unless they have this version."""
+        """Send the actor's weights to the engines, unless the engines already have the current version."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
@@ -399,7 +399,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Parts of the driver with state in checkpoints, besides steps_done and version."""
+        """Return the driver's objects whose state goes into checkpoints, by name. `steps_done` and `version` are saved beside them."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

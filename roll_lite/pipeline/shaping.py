@@ -98,9 +98,9 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return rewards [N] float32. `domains`: settings by domain number. `running`: moments to update.
+    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: moments to update.
 
-    Order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
+    Applied in this order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
     """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]

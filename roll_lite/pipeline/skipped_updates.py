@@ -38,7 +38,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class SkippedSeries:
-    """Consecutive skipped updates of one role; an update is (step, number in the step)."""
+    """Consecutive skipped updates of one role. An update is given as (step, its number in the step, from 1)."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)

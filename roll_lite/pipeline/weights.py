@@ -153,7 +153,8 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. Return None (the caller must retry) if an engine was lost: other engines may have read from it.
+        """Wait for engines and trainers. If an engine was lost, return None: the caller must retry with all other engines, since they may
+        have read data from the lost one.
 
         Other failures raise RuntimeError with all causes.
         """

@@ -58,8 +58,8 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model's architecture by the config.json in folder `named` (option --model), else in `path`. Without one, choose the public
-    model whose name begins the folder's name or, if no path is set, the configuration's name."""
+    """Find the model's architecture. Read config.json in folder `named` (option --model) or, if that is None, in `path`. If there is no
+    such file, choose the public model whose name begins the folder's name or, if no path is set, the configuration's name."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

@@ -33,7 +33,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
+    """Bytes that each role needs on a device. Where offloaded roles are loaded in turns, `total` counts only the largest of them."""
     total: int
 
 

@@ -1,4 +1,4 @@
-"""Estimate phase times by roofline (arithmetic, memory and network speed), and step times under each supply policy with the simulator."""
+"""Estimate phase times by roofline (arithmetic, memory and network speed), and step times for each `rollout.supply` with the simulator."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured supply policy and, unless engines and trainer share devices, the other supply policies."""
+    """Simulate the configured `rollout.supply` (sync, one_step_off or async: how far generation runs ahead of training) and, unless engines
+    and trainer share devices, the others."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

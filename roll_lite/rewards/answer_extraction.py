@@ -66,8 +66,8 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return, in order, the contents of the last nonempty \boxed{} and of the boxes before it, as long as only commas, `and` or `or` stand
-    between two boxes."""
+    r"""Return, in order, the contents of the last nonempty \boxed{} and of the boxes joined to it, with only commas, `and` or `or` in
+    between."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

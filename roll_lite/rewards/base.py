@@ -55,7 +55,7 @@ class RewardType(Section):
     """True if the reward parses the reference answer first: scoring an empty response then quickly checks that the reference is
     readable."""
     answers_are_responses: ClassVar[bool] = True
-    """False if reference answers are not responses (tests, for example)."""
+    """False if a reference answer is no response that could be scored, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
     """Arguments that may hold a secret; messages hide their values."""
 
@@ -83,7 +83,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Map arguments set by the user to the data columns they name."""
+        """Return argument -> data columns that it names, for arguments that the user has set."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:

@@ -140,8 +140,8 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load the prompts, and choose the responses to score: tries of (prompt, response, finish reason). The prompts are the whole split if
-    responses come from a file or reference answers are checked, else only those that are tried."""
+    """Load the prompts, and choose the responses to score: tuples (prompt, response, finish reason). The whole split is loaded if responses
+    come from a file or all reference answers are to be checked; otherwise only the prompts whose answers are scored."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -174,8 +174,8 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
-    """Yield the domain's records as (place, record); `place`: file and line, for messages. Skip samples whose generation failed. ValueError
-    for an invalid record."""
+    """Yield the domain's responses in a file of `--responses`, as (file and line for messages, record). Skip samples whose generation
+    failed. ValueError for an invalid record."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):

@@ -44,7 +44,8 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return the names that the tests may replace: assigned attributes, and all strings (possible arguments of `setattr`)."""
+    """Return the names in modules and classes that the tests themselves may replace: assigned attributes, and all strings (possible
+    arguments of `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -112,7 +113,8 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Insert a check that the `with` block ran to its end, since the program's context manager can suppress a failed assertion."""
+        """Add code that fails the test if the `with` block did not run to its end: a context manager of the program can suppress a failed
+        assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -258,8 +260,8 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard a value that a test reads from a variable or by subscript. Skip it if its class was loaded before the program, even if it is a
-    container: `guard_value` has already guarded its items."""
+    """Guard a value that a test reads from a variable or by subscript. Values whose class was loaded before the program are skipped. This
+    includes containers: `guard_value` has guarded their items when the test obtained them."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
@@ -335,7 +337,7 @@ def _is_of_objects(value: Any) -> bool:
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the operator that `frame` calls is applied by the test; False if by the program."""
+    """True if an operator is applied by the test, False if by the program. `frame`: frame that called the operator's method."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -365,7 +367,7 @@ def _is_odd(name: str, held: Any) -> bool:
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value or its items would call an operator of the program. Guards their classes."""
+    """True if comparing the value or its items would call an operator of the program. Also guards the operators of such classes."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

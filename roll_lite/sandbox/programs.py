@@ -216,8 +216,8 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code from PEER in its namespace, each with a time limit. After a piece, standard output holds only
-    this piece's output, and one byte is written to PEER: 1 if the piece failed, else 0."""
+    """Run the program, then pieces of code that arrive on the socket PEER, in the program's namespace and each with a time limit. After a
+    piece, standard output holds only this piece's output, and one byte is written to PEER: 1 if the piece failed, else 0."""
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # omits the frame of this function

@@ -97,8 +97,9 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit. It is measured only if free disk space has changed by more than a quarter of the
-        limit; a rise counts, because other programs' deletions can hide writes."""
+        """True if the program's folder exceeds a limit; False with namespaces, where the kernel limits the folder. The folder is measured
+        only if free disk space has changed by more than a quarter of the limit. A rise counts too, because other programs' deletions can
+        hide writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -149,8 +150,8 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in socket buffers, charged to no process. 0 without namespaces, where it would include other programs'
-        sockets."""
+        """Upper bound of the bytes in the program's socket buffers, which the kernel charges to no process. 0 without namespaces, where the
+        count would include other programs' sockets."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -176,8 +177,8 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Return the path of a living thread, relative to /proc/PID, if the main thread has ended: /proc/PID itself then shows no memory. Empty
-    if the main thread is alive."""
+    """If a process's main thread has ended, return the path of a living thread, relative to /proc/PID, because /proc/PID itself then shows
+    no memory. Empty otherwise, or if no thread lives."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -27,7 +27,7 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard types that count as plain data, with functions that return the arguments to rebuild a value."""
+"""Standard-library types that count as plain data -> function that returns a value's constructor arguments, from which it is rebuilt."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """Type name -> required type of the first argument; decoding a number there could make a huge object."""

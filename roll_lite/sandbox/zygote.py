@@ -126,8 +126,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return limits and open files of the next request, or None when the connection is closed. Skips orders for programs that have
-        ended."""
+        """Return limits and open files of the next request, or None when the connection is closed. Skips orders to kill, pause or resume a
+        program that has already ended."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))

@@ -89,12 +89,12 @@ class Admission:
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """Return True if a requested batch needs a prompt of this domain that has not started."""
+        """Return True if a requested batch still needs this domain to start a prompt."""
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the minimum `batches_requested` at a group's admission: a group admitted at a smaller number is too stale for the domain's
-        next batch."""
+        """Return the smallest `batches_requested` at a group's admission with which the group is fresh enough for the domain's next
+        batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -19,12 +19,12 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""First limit: the run fails after this many consecutive lost groups (all samples failed), or 3 times the prompts per batch if that is
+"""First limit: the run fails if this many groups in a row are lost (all samples failed), or 3 times the prompts per batch if that is
 more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Second limit: the run fails if this fraction of the latest groups is lost. It counts LONG_WINDOW_FACTOR times as many groups as the first
-limit."""
+"""Second limit: the run fails if this fraction of the latest groups is lost. These are LONG_WINDOW_FACTOR times as many groups as in the
+first limit."""
 
 
 class DomainFailed(RuntimeError):

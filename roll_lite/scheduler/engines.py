@@ -198,6 +198,7 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the engines on draining nodes, except one if no other engine serves. `nodes`: node of each serving engine."""
+    """Return the engines on draining nodes. If no other engine serves, leave out one of them, so that generation can go on. `nodes`: node
+    of each serving engine."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

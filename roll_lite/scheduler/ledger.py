@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line of a group that ended. `row`: (epoch, prompt). `batches_requested`: number when the group started. `continues`:
-    number of the dropped group whose prompt this group started again."""
+    """Return the line of a group that ended. `row`: (epoch, prompt). `batches_requested`: batches requested before the group started.
+    `continues`: number of the dropped group whose prompt this group started again."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

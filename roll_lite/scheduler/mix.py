@@ -95,8 +95,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started. Return (domain, number of the group over all batches). Groups whose
-        number reaches their domain's limit in `most` do not count; return None if no other is left."""
+        """Take the next planned group whose prompt has not started. Return (domain, number of the group over all batches). Skip groups
+        whose number is not below their domain's limit in `most`; return None if only such groups are left."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -127,7 +127,8 @@ class BatchPlan:
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without prompts. Planned batches get fewer groups; later, other domains take its share."""
+        """Remove a domain that has no prompts left. Batches already planned get fewer groups; in later batches, the other domains take its
+        share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)

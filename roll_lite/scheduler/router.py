@@ -18,7 +18,8 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
-"""Requests that wait inside an engine to fill free slots at once, as a fraction of its slots (requests that it runs at a time)."""
+"""Requests sent to an engine beyond its slots (requests that it runs at a time), as a fraction of the slots. They wait inside the engine
+and fill a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Aborts in a row without progress after which a request fails."""
 
@@ -31,7 +32,8 @@ class Router:
     """Sends each request to the least loaded engine, or one with its prefix cached. Deterministic runs choose by request id and start
     requests in waves.
 
-    `engine_slots`, `engine_tokens`: limits in flight per engine. `timeout_s` counts from a request's start in the engine.
+    `engine_slots`: requests that an engine runs at a time. `engine_tokens`: limit of tokens in flight per engine. `timeout_s` counts from a
+    request's start in the engine.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """Take `engines_restart`: True if lost engines return, so that requests wait for them when none is left."""
+        """`engines_restart`: lost engines are replaced. If none is left, requests then wait for a replacement instead of failing."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -346,8 +348,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, all requests of the wave that it had start again, so that
-    its replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests in the wave start again, even answered
+    ones, so that its replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)

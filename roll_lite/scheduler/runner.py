@@ -63,8 +63,8 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually just one.
 
-    Its branches become training sequences (rows). A response extends the row of the response that it follows. If that row already goes on,
-    it starts a new row. So each response trains in exactly one row.
+    Its branches become training sequences (rows). A response extends the row of the response that it follows or, if that row already
+    continues with another response, starts a new row. So each response trains in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -213,7 +213,8 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """Call `generated()` when a sample waits for its score. `queue`: name of its queue in the router; None: the domain's."""
+        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router; None: the
+        domain's."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain

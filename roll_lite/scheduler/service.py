@@ -21,7 +21,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number, failed samples included for dumps."""
+    """Groups in order of their numbers. Failed samples are included, for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
@@ -166,7 +166,7 @@ class RolloutService:
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Return the last ledger lines of a run: unfetched lines, undelivered groups as dropped, and the end."""
+        """Return the last ledger lines of a run: lines not yet returned, a `dropped` line for each undelivered group, and an `end` line."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:

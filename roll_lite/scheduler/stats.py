@@ -119,7 +119,8 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch, by the time of each event: a slow sample may count in several batches."""
+    """Collects statistics per batch. An event counts for the batch that is being generated when it happens, so a slow sample may count in
+    several batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)

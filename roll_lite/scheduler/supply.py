@@ -1,5 +1,5 @@
-"""Policies ("supplies") for how far generation runs ahead of training, measured in batches: how many may start, given the numbers that
-training has requested and received."""
+"""Policies ("supplies") that limit how far generation runs ahead of training. They say how many batches may start, given the numbers of
+batches that training has requested and received."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts start when the batch before is handed out."""
+    """Generates the next batch during training: its prompts start when training receives the previous batch."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -100,7 +100,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Groups that must be newly finished to start a log-prob pass during generation: 1/LEAST_SHARE of a batch's groups."""
+"""A log-prob pass during generation starts once 1/LEAST_SHARE of a batch's groups have newly finished."""
 
 
 def least_early(prompts_per_step: int) -> int:

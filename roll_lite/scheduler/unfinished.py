@@ -29,8 +29,8 @@ class SavedSample:
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome of a complete sample; None for others. An incomplete sample waits for its score or, with finish reason ABORT, its first
-    response continues."""
+    """Outcome of a complete sample; None for an incomplete one. An incomplete sample waits for its score or, if its finish reason is ABORT,
+    is still in its first response."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False

@@ -43,7 +43,7 @@ class Validation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
-        """Start prompts until `most` samples are at the engines; at least one prompt if none is in flight."""
+        """Start prompts until `most` samples are at the engines or wait for a reward worker; at least one prompt if none is in flight."""
         while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
             number, (name, index) = self._left.popleft()
             domain = self._domains[name]

@@ -155,8 +155,8 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer: tokens per second and device in the time of steps without generation and weight update, the log-probs' part of
-    that time, and the seconds of a weight update."""
+    """Measure the trainer: its tokens per second and device, over the step time outside generation and weight updates; the fraction of that
+    time for log-probs; the seconds of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

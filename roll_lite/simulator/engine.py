@@ -122,9 +122,10 @@ class SimulatedEngine:
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Running requests by shared prompt, which is prefilled only once."""
+        """Number of running requests by shared prompt. Only the first of them prefills it."""
         self._decoded_per_request = 0.0
-        """Tokens decoded per running request since the engine was last empty; a request's own tokens are a difference of two values."""
+        """Tokens decoded since the engine was last empty, for a request that ran all the time. A request's own tokens are the increase
+        since its start."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()

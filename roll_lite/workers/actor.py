@@ -39,7 +39,8 @@ class CreditReport:
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""Column with the MoE experts that updates use, by algorithm.routing_replay; None: the model's router chooses."""
+"""Batch column with the MoE experts that training updates reuse, for each value of algorithm.routing_replay. None: the router chooses
+anew."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -171,5 +172,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop metrics of log-prob mismatch: after an update they would include its effect."""
+    """Drop the metrics of log-prob mismatch between engine and trainer. After an update they would include its effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

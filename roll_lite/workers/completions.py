@@ -24,8 +24,8 @@ real token would be lost."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses. The wait delays each environment
-turn."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses. Short, because it delays every turn of
+an episode."""
 
 
 class _Ready(NamedTuple):

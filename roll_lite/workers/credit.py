@@ -23,7 +23,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data parallel ranks: returns their tensors [rows, n] in rank order; row counts may differ or be 0."""
+"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ or be 0."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that merges the moments of rows into (mean, 1 / standard deviation) over the training tokens of all ranks. It
-    leaves out rows with non-finite moments."""
+    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over the training tokens of all
+    ranks. It leaves out rows with non-finite moments."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -102,7 +102,7 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Turns(NamedTuple):
-    """Responses of this rank's rows, in order."""
+    """Responses of this rank's rows, ordered by row and position."""
 
     rows: torch.Tensor
     """Row of each response, [turns] int64."""
@@ -110,7 +110,7 @@ class Turns(NamedTuple):
     """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the tokens that the response answers."""
+    """[turns] float64: hash of the new tokens before each response, which are the prompt or the messages since the previous response."""
     rewards: torch.Tensor
     """[turns] float64: rewards without KL."""
 

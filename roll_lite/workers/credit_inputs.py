@@ -28,7 +28,7 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: index in this table of the sample of each of this rank's rows. Several rows may be one sample (an agent's branches).
+    """[B] int64: for each of this rank's rows, the index of its sample in this table. Several rows may be one sample (an agent's branches).
     `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 

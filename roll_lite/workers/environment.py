@@ -29,7 +29,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds after turn_timeout_s for a worker to report the timeout, before it counts as lost."""
+"""Seconds beyond turn_timeout_s that a worker has to report the timeout. After that it counts as lost."""
 
 
 class EnvironmentWorker:

@@ -69,7 +69,8 @@ class InferWorker(AsyncWorker):
         self._version = 0
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine in this replica's turn (rank % turns == turn)."""
+        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, because each measures
+        the free memory."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -260,7 +261,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even a stopped one, which could later serve old weights."""
+        """Kill the worker, even if a signal has stopped it: it could be resumed and serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

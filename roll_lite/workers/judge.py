@@ -28,7 +28,7 @@ HEALTH_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 """Seconds without an answer after which a server counts as hanging."""
 PORT_SECONDS = 30.0
-"""Maximum seconds until a lost worker's server must have released its port."""
+"""Maximum seconds that a replacement waits for the lost worker's server to release its port."""
 
 
 @dataclass(frozen=True)

@@ -89,14 +89,14 @@ class Update:
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Return columns that optimizer steps read. `if_there`: optional columns."""
+    """Return the columns that optimizer steps read. `if_there`: columns read only if the batch has them."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Batch columns that the role can compute, by name, with the model output that each holds."""
+    """Batch columns that the role can compute: column name -> name of the model output that fills it."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 

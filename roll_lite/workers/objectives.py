@@ -1,8 +1,5 @@
-"""Losses of actor and critic.
-
-Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over micro-batches and ranks;
-`<name>#<number>` is a domain's sum. Masked entries, even NaN, count as 0.
-"""
+"""Losses of actor and critic. Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over
+micro-batches and ranks. The metric `<name>#<number>` is the sum over one domain, by its number. Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class ActorLoss:
     given: tuple[str, ...] = field(init=False)
     mismatch: RowSums = field(init=False)
     peaks: Peaks = field(init=False)
-    """Peaks: mismatch/max, and the largest and smallest ratio of new to old policy."""
+    """Maxima and minima over micro-batches: the metric mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
 
     def __post_init__(self) -> None:
@@ -253,7 +250,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Return optional inputs (GIVEN_TO_LOSSES) that the user's function takes."""
+    """Return those of GIVEN_TO_LOSSES that the user's function has as parameters."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -266,7 +263,7 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """Return each token's loss; 0 for rows without policy tokens. `given`: further arguments of the user's function."""
+    """Compute each token's loss, 0 where masked. `given`: further arguments of the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)

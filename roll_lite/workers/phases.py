@@ -62,7 +62,8 @@ class RankPhases:
     """Measures the phases of this rank, which do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
-        """Configure memory snapshots: `name` (ROLE-RANK) and folder `snapshots`. `loaded` returns the state groups on the device."""
+        """When memory runs out, a memory snapshot is written to `snapshots`/`name`.pickle; `name` is ROLE-RANK. `loaded` returns the state
+        groups on the device."""
         self._name = name
         self._snapshots = snapshots
         self._loaded = loaded
@@ -70,7 +71,7 @@ class RankPhases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[PhaseWork]:
-        """Measure time and memory of a block, which adds its tokens and FLOPs to the yielded object."""
+        """Measure time and memory of a `with` block. The block adds its tokens and FLOPs to the yielded object."""
         on_gpu = torch.cuda.is_available()
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
         if on_gpu:

@@ -157,8 +157,8 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: reasons for missing engines, by number, until
-        `engine_restarted` adds them."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines still missing, as number -> reason;
+        `engine_restarted` adds them later."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,7 +191,8 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Score a canned response to three prompts per domain and play an episode, so that a broken reward ends the run early."""
+        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. So a broken reward or
+        environment ends the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -307,7 +308,7 @@ class RolloutWorker(AsyncWorker):
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
-        """Serve with a lost engine's replacement, which has the current weights."""
+        """Add a lost engine's replacement, which has the current weights, to the serving engines."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         # The fleet reports only engines that have served.
@@ -331,7 +332,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
+        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all samples."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
@@ -373,12 +374,12 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return the checkpoint file of samples unfinished in `state`; b"" if none."""
+        """Return the content of a checkpoint file with the samples that were unfinished in `state`; b"" if there are none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state, with samples of the file `unfinished`; return the number of samples that continue."""
+        """Restore a state. `unfinished`: content of the file with its unfinished samples. Return the number of samples that continue."""
         saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))

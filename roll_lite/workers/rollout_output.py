@@ -36,7 +36,7 @@ NONE: Mapping[str, Sequence[str]] = {}
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return the rows of samples that were accepted and scored: one per branch of an episode, numbered from 0 in the column `sample`."""
+    """Return one row per branch of each sample. All samples must be accepted and scored. The column `sample` numbers the rows from 0."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -102,7 +102,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Return a block of references to the rows' tokens. `extra`: further columns."""
+    """Return a Block that refers to the tokens of all rows, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -115,7 +115,8 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with turn_rewards, numbered as in `rows_of`. `per_turn`: reward weights of domains that reward turns."""
+    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: reward weight of each domain that rewards
+    turns."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
@@ -234,7 +235,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, to be called in a thread. `stats` are copied now."""
+        """Return a function that writes a dump, to be called in a thread. It writes the `stats` as they are now."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

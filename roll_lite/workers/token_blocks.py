@@ -1,4 +1,4 @@
-"""Token blocks: tables of generated tokens, a row per sample so far (prompt, responses, environment messages)."""
+"""Token blocks: tables of tokens. A row holds all tokens of a sample so far: prompt, responses, environment messages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def context_record(request: GenerationRequest, earlier: TokenRecord) -> TokenRec
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Return a block with a row per record. `extra`: further columns, written even without data."""
+    """Return a block with a row per record. `extra`: further columns, -1 where a record has no data."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])

@@ -91,7 +91,7 @@ def _something_can_train(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward shaping: ReMax's baseline, a greedy sample's score, is not shaped."""
+    """Refuse reward shaping with ReMax: its baseline, a greedy sample's score, is not shaped."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

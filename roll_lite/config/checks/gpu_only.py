@@ -90,7 +90,8 @@ SMALL_RUN = 8
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if no GPUs are visible here, but the run is in bfloat16 or has more processes than SMALL_RUN and than CPU cores."""
+    """Return a note if the run seems too large for this machine's CPUs and no GPUs are visible: it is in bfloat16, or has more processes
+    than SMALL_RUN and than CPU cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -198,8 +198,8 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays, each a list of (word, line number). All branches of conditions are read, except `npu)`
-    of a `case`."""
+    """Split a shell script into commands and arrays, each a list of (word, line number). All branches of conditions are read, except those
+    labelled `npu)` in a `case`, which are for other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array, is_skipped = "", False, False
@@ -233,8 +233,8 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and arithmetic, $((...)), in shell text. A variable that the script does not set becomes its default or else
-    ${oc.env:NAME}. What cannot be evaluated (such as commands) becomes the text "$(...)"; $@ becomes empty."""
+    """Expand variables and $((...)) arithmetic in shell text. A variable that the script does not set becomes its default or else
+    ${oc.env:NAME}. What only a shell can evaluate, such as a command, becomes the text "$(...)". $@ becomes empty."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

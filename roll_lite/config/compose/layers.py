@@ -35,7 +35,7 @@ class Composed:
     """Paths of values that are missing or could not be read or resolved. The root, (), is among them if a file could not be read."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Values from environment variables, by path: (text in the file, value)."""
+    """Path -> (text in the file, value), for values that contain environment variables."""
     replaced_files: list[str]
     """Notes on user files that replace shipped ones."""
 

@@ -1,4 +1,5 @@
-"""Merge configurations by the schema. If `name` changes, keys of the former choice are dropped. null removes inherited settings."""
+"""Merge configurations by the schema. null removes inherited settings. If a section's `name` changes, keys that only fit the former name
+are dropped."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Keys to drop if `name` changes: `args`, and fields that the new choice lacks or defines differently."""
+    """Return the keys to drop from section `tree` if `layer` changes its `name`: `args`, and fields that the new choice lacks or defines
+    differently."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):

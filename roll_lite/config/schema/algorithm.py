@@ -168,8 +168,8 @@ class AlgorithmConfig(Section):
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over all tokens. sequence_mean_token_mean: mean over
-    sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: the latter, divided by
-    aggregation_constant."""
+    sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: sequence_mean_token_sum
+    divided by aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
     """What `aggregation` counts as a sequence if a sample has several training rows, because an agent's requests branched. sample: all rows
     of a sample. row: each row."""

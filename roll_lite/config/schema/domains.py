@@ -52,11 +52,11 @@ class DataConfig(Section):
     validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
     """Preset that gives the held-out prompts, if not `preset`."""
     train: DataFiles | None = None
-    """Training prompts, for every mode but evaluate: a .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
-    hf://owner/name/configuration?split=train (docs/data.md); a list of these, read in order; or a mapping of these to their shares of the
+    """Training prompts; `mode: evaluate` needs none. A .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
+    hf://owner/name/configuration?split=train (docs/data.md); or a list of these, read in order; or a mapping from each to its share of the
     prompts."""
     validation: DataFiles | None = None
-    """Held-out prompts in the same forms; all are used, without shares."""
+    """Held-out prompts, in the same forms as `train`. All are used; shares in a mapping have no effect."""
     tag: str | None = None
     """Column with a tag that assigns rows to domains which share files."""
     tags: list[str] = Field(default_factory=list)

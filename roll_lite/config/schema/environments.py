@@ -121,8 +121,8 @@ class EndpointEnvironmentConfig(EnvironmentSection):
     function: str | None = None
     """Dotted path to your function `(task, endpoint) -> reward or answer`. The domain's reward scores an answer."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """Program and arguments. It gets the task as JSON on standard input, the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
-    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and prints its reward or answer in the last line."""
+    """Program and arguments. It gets the task as JSON on standard input, and the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its last line of output is its reward or answer."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
@@ -197,10 +197,11 @@ class OpenEnvEnvironmentConfig(AdapterSection):
     url: Annotated[str, AfterValidator(_server)]
     """Server address. The server must allow workers x parallel sessions."""
     action: str
-    """Field of the action that gets the response; or dotted path to your function `text -> dict`. If that raises ValueError, the policy
-    sees the message and responds again."""
+    """Name of the action's field that holds the response; or dotted path to your function `text -> dict`. If the function raises
+    ValueError, the policy sees the message and responds again."""
     observation: str | None = None
-    """Field of the observation that the policy sees; or dotted path to your function `observation -> text`. null: everything, as JSON."""
+    """Name of the observation's field that the policy sees; or dotted path to your function `observation -> text`. null: the whole
+    observation as JSON."""
     columns: list[str] = Field(default_factory=list)
     """Data columns that `reset` gets as arguments."""
 

@@ -18,7 +18,7 @@ class GaeAdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
     discount: Discount = "token"
-    """Steps that gamma applies to. token: from each token to the next; turn: from a response of an episode to the next."""
+    """Time step of gamma. token: one token. turn: one response of an episode."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of the actor's advantages."""
     lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -30,7 +30,7 @@ class GaeAdvantageConfig(Section):
 
 
 class GrpoAdvantageConfig(Section):
-    """(reward - group mean) / group standard deviation. Dr. GRPO: normalize_std: false, algorithm.aggregation: constant."""
+    """(reward - group mean) / group standard deviation. For Dr. GRPO, set normalize_std: false and algorithm.aggregation: constant."""
 
     name: Literal["grpo"] = "grpo"
     normalize_std: bool = True
@@ -50,7 +50,7 @@ class ReinforceAdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
     discount: Discount = "token"
-    """Steps that gamma applies to. token: from each token to the next; turn: from a response of an episode to the next."""
+    """Time step of gamma. token: one token. turn: one response of an episode."""
 
 
 class ReinforcePlusPlusAdvantageConfig(Section):
@@ -60,7 +60,7 @@ class ReinforcePlusPlusAdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount factor."""
     discount: Discount = "token"
-    """Steps that gamma applies to. token: from each token to the next; turn: from a response of an episode to the next."""
+    """Time step of gamma. token: one token. turn: one response of an episode."""
     baseline: Literal["none", "group"] = "none"
     """group: first subtract the group's mean from the rewards."""
 
@@ -78,8 +78,8 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * n / m. The batch has n samples, of which m are in groups with different rewards: groups with equal rewards do
-    not shrink the gradient."""
+    """(reward - group mean) * n / m: n samples in the batch, m of them in groups with unequal rewards. So groups with equal rewards do not
+    shrink the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -259,9 +259,9 @@ class CorrectionFilterConfig(Section):
     """Value of a token. ratio: trainer's / engine's probability (sequence_sum: product, sequence_mean: geometric mean). k1, k2, k3, abs:
     KL(engine || trainer) in nats. difference: trainer's - engine's probability."""
     low: float | None = None
-    """Lower limit of the estimator's value; null: unlimited."""
+    """Tokens or sequences with a smaller value are filtered out; null: no lower limit."""
     high: float | None = None
-    """Upper limit of the estimator's value; null: unlimited."""
+    """Tokens or sequences with a larger value are filtered out; null: no upper limit."""
 
     @rule
     def _range(self) -> Mistakes:

@@ -76,7 +76,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; the last three include all experts'."""
+    """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In models with experts, the last three
+    are those of all experts."""
     path: UserPath | None = None
     """Folder of initial adapters in PEFT's format, with this rank, alpha and targets."""
     export: Literal["merged", "adapter"] = "merged"
@@ -129,7 +130,7 @@ class MegatronStrategyConfig(Section):
     """Recompute activations in the backward pass, to save memory. selective: only in recompute_modules; full: in whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
     """Modules for `recompute: selective`. mlp: most of a layer's activations. moe: router and experts, with their communication. core_attn:
-    attention. null: mlp, and moe with experts."""
+    attention. null: mlp, and also moe if the model has experts."""
 
     @rule
     def _sequence(self) -> Mistakes:
@@ -253,7 +254,7 @@ class ForwardRoleConfig(Section):
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
-    """Maximum tokens in a rank's forward pass; samples are packed, a longer one runs alone. Lower it if memory runs out."""
+    """Maximum tokens in a rank's forward pass, up to which samples are packed; a longer sample runs alone. Lower it if memory runs out."""
     micro_batch_size: PositiveInt | None = None
     """Maximum samples in a rank's forward pass; null: unlimited."""
     offload: bool = False
@@ -374,7 +375,7 @@ class RewardModelConfig(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Maximum tokens in a rank's forward pass; with hf, padding counts."""
     micro_batch_size: PositiveInt = 8
-    """Maximum samples in a rank's forward pass, and sent to a copy of the model at a time."""
+    """Maximum samples in a rank's forward pass, and in one call to a copy of the model."""
     max_length: PositiveInt | None = None
     """Longest text in tokens; longer ones fail. null: the model's max_position_embeddings."""
     offload: bool = False

@@ -87,8 +87,8 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write in background processes. Training waits only for a copy to host memory and an unfinished previous checkpoint."""
     unfinished: bool = True
-    """Save unfinished samples and unused groups, which a resumed run continues; false: it generates new ones. Takes 13 bytes per token,
-    more with rollout.keep_mask or algorithm.routing_replay."""
+    """Save unfinished samples and unused groups, so that a resumed run continues with them. false: it generates new ones. Takes 13 bytes
+    per token, more with rollout.keep_mask or algorithm.routing_replay."""
     store: Url | None = None
     """URL of an object store or other fsspec file system for checkpoints: s3://bucket/prefix (docs/checkpoints.md). null: the run's
     folder."""
@@ -125,7 +125,7 @@ class BatchFilesConfig(Section):
     """auto: save the first 500 steps if `examples/recompute.py` supports the run (float32, most losses) and no step can exceed 262,144
     tokens."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
-    """Largest model in MB to copy into the run's folder; of larger ones, path and checksums are saved."""
+    """Models up to this many MB are copied into the run's folder. Of larger ones, path and checksums are saved."""
 
 
 class ProfileConfig(Section):
@@ -133,7 +133,8 @@ class ProfileConfig(Section):
     """Steps (from 1) that torch's profiler records, in the run's profiles/step_.../ROLE-RANK.json.gz for https://ui.perfetto.dev. Recorded
     steps are slower."""
     peak_tflops: PositiveFloat | None = None
-    """Peak TFLOP/s of a training device, for `actor/mfu`. null: known for A100, H100, H200, B200 and MI300X."""
+    """Peak TFLOP/s of a training device, for `actor/mfu`. null: the bfloat16 peak if the device is known (A100, H100, H200, B200, MI300X);
+    no mfu in float32 or on other devices."""
     memory_history: bool = False
     """Record where training ranks allocate GPU memory, for a snapshot when a rank runs out. Takes some hundred MB of host memory per
     rank."""
@@ -174,11 +175,11 @@ class LimitsConfig(Section):
     a hung rollout service restart (`restarts`), else the run ends. Raise a limit if the work is only slow."""
 
     start: TimeLimit = 3600.0
-    """Start of models and engines (Ray: ray.start_timeout_s)."""
+    """Start of models and engines. The start of Ray has its own limit, ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
-    """Weight update of all engines (single waits: weight_sync.timeout_s)."""
+    """Weight update of all engines. A single wait in it is limited by weight_sync.timeout_s."""
     generate: TimeLimit = 14400.0
-    """Generation of a batch (one response: rollout.request_timeout_s)."""
+    """Generation of a batch. A single response is limited by rollout.request_timeout_s."""
     log_probs: TimeLimit = 7200.0
     """Computation of a step's log-probs and values."""
     advantages: TimeLimit = 3600.0

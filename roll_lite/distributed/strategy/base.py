@@ -37,7 +37,7 @@ from roll_lite.files import FileRecord, flush, record
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Parallel coordinates of a rank. Only head ranks (first tensor and context rank of the last pipeline stage) return results."""
+    """Parallel coordinates of a rank. Only head ranks return results: tensor rank 0 and context rank 0 of the last pipeline stage."""
 
     rank: int
     world_size: int
@@ -56,7 +56,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device and return it; the CPU without GPUs."""
+    """Make GPU number LOCAL_RANK the current device and return it. Without GPUs, return the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return current_device()
@@ -67,7 +67,8 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights. "actor": the actor's model with a value head of zeros; else a checkpoint with a value head."""
+"""Source of a value model's weights. "actor": the actor's model, with a value head of zeros. Otherwise, a checkpoint that has a value
+head."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class TrainResult:
 
 
 class ForwardStrategy(ABC):
-    """Model for forward passes, sharded over a cluster's ranks, which must call its methods in the same order."""
+    """Model for forward passes, sharded over a cluster's ranks. All ranks must call its methods in the same order."""
 
     needs_process_group: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = False
@@ -152,9 +153,12 @@ class ForwardStrategy(ABC):
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None.
 
-        Outputs: log_probs, entropy, distribution. Models with a value head also have values and final_value; models with experts have
-        experts (chosen ids). Optional batch columns, also in train_step: `temperature` divides logits, `kept_ids` restricts the softmax,
-        `old_experts` or `rollout_experts` are expert choices to replay."""
+        Outputs of a language model: log_probs, entropy, distribution. Outputs of a value model: values, final_value. Models with experts
+        also have experts (chosen ids).
+
+        Batch columns, also in train_step: `temperature` divides logits; language models need it. Optional: `kept_ids` restricts the
+        softmax, `old_experts` or `rollout_experts` are expert choices to replay.
+        """
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
@@ -168,7 +172,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Checkpoint files of this rank, already written. Subclasses write in the background."""
+    """A rank's part of a checkpoint save. In this class the files are already written; subclasses write them in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -179,7 +183,7 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until the files are on disk (collective). Returns records by path, each file on one rank only. RuntimeError if writing
+        """Wait until this rank's files are on disk (collective). Returns path -> record (size and checksum). RuntimeError if writing
         failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
@@ -210,8 +214,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksum this rank's weights. Returns "tensor and shard" -> checksum. Ranks with the same key hold copies, so their checksums
-        must agree."""
+        """Checksum this rank's weights. Returns tensor name with stage and shard -> checksum. Ranks that return the same key hold copies,
+        so their checksums must agree."""
 
     @property
     @abstractmethod
@@ -231,7 +235,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def load_copy(self, copy: StateCopy) -> None:
-        """Restore a `copy_state` of the same rank and configuration."""
+        """Restore the state that `copy_state` returned on the same rank under the same configuration."""
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
@@ -289,7 +293,7 @@ class EngineSpec:
     """Extra columns of completions (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
-    """Number of engine replicas that share this engine's device."""
+    """Number of engine replicas on this engine's device, itself included."""
     lora: LoraConfig | None = None
     """LoRA settings if weight updates send only adapters."""
     sleep: EngineOffload = "with_copy"
@@ -367,10 +371,10 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums by Hugging Face tensor name (None: all)."""
+        """Checksum the engine's weights. Returns Hugging Face tensor name -> checksum. `names`: None for all."""
 
     async def trace(self, prefix: str | None) -> list[str]:
-        """Start torch's profiler in the workers or, with a prefix, write traces to PREFIX-NUMBER.json.gz. Returns an error text per worker,
+        """Start torch's profiler in the workers or, with a prefix, write traces to PREFIX-WORKER.json.gz. Returns an error text per worker,
         empty on success."""
         return []
 

@@ -60,7 +60,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Address store for gloo whose waits also end when another member fails."""
+    """Store through which gloo exchanges addresses. Its waits also end when another member of the transfer group fails."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()

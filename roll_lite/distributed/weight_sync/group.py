@@ -64,8 +64,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of the newest epoch known to `interrupt`. Only `interrupt` writes it, and only member 0 writes _EPOCH: with one writer per key,
-an epoch never decreases."""
+"""Store key under which `interrupt` writes the newest epoch. Only `interrupt` writes this key, and only member 0 writes _EPOCH: with one
+writer per key, its epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -215,7 +215,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Number of the channel's next bucket. Call once per bucket on each member of the route."""
+        """Return the number of the channel's next bucket, and count it. Call once per bucket on each member of the route."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number

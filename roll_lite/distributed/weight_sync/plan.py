@@ -108,7 +108,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes of a weight update. Member numbers: first the sending training ranks, then each engine's workers."""
+    """Routes of a weight update. Member numbers count the sending training ranks first, then the workers of each engine."""
 
     routes: tuple[Route, ...]
     trainers: tuple[int, ...]

@@ -18,7 +18,7 @@ except ImportError as error:
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Build the function that plays an episode, and its tool schemas; ValueError if the environment cannot be loaded."""
+    """Return the function that plays an episode, and the environment's tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place = f"{path}.id: {settings.id!r}"
     try:

@@ -11,13 +11,13 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key under which a tool call's `input`, which must be an object, holds arguments that are not valid JSON. The name is from Anthropic's
-documentation."""
+"""Key for arguments that are not valid JSON: a tool call's `input` must be an object, so it holds their text under this key. The name is
+from Anthropic's documentation."""
 
 
 class _ThreadError(ValueError):
     code = "thread_unsupported_request"
-    """Error code that makes Anthropic's client send the whole conversation."""
+    """Error code upon which Anthropic's client sends the whole conversation instead of referring to a stored one."""
 
 
 class _Block(BaseModel):

@@ -157,7 +157,7 @@ class ApiRequest(BaseModel, ABC):
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
     tool_choice: Annotated[str, BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")] = "auto"
-    """`none` leaves out the tools. A call cannot be forced."""
+    """`none`: the prompt has no tools. All other values act as `auto`, since a call cannot be forced."""
 
     @model_validator(mode="before")
     @classmethod

@@ -80,7 +80,7 @@ class SampleIndex:
             self._db.close()
 
     def refresh(self) -> None:
-        """Index new and changed files; return at once if another thread does."""
+        """Index new and changed files. Returns at once if another thread is already indexing."""
         if not self._lock.acquire(blocking=False):
             return
         try:

@@ -24,7 +24,8 @@ PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "a
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Find runs by name at these places: run folders, or folders that hold runs. ValueError for a place without runs."""
+    """Return {name: folder} of the runs at `places`, each a run's folder or a folder that holds runs. ValueError for a place without
+    runs."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
@@ -92,15 +93,15 @@ class Run:
         return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
-        """Yield the records of a sample file, from lines that contain `mark`. Added are the keys `kind` (step or validation) and `credit`:
-        the sample's record in credit/ (such as its reward), or None."""
+        """Yield the records of a sample file, from lines that contain `mark`. Each record gets two more keys: `kind` (step or validation),
+        and `credit`, the sample's record in credit/ (such as its reward) or None."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Return the tokens of a group's samples: sample index -> one dictionary per training row. Its lists have an entry per token:
-        `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
+        """Return the tokens of a group's samples as {sample index: one dictionary per training row}. Each dictionary has lists with an
+        entry per token: `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:

@@ -19,10 +19,13 @@ LEAST = 1e-12
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """True if the output is as expected.
 
-    exact: by character. lines: by line, ignoring white space at line ends and empty lines at the end. numeric: word by word; a number may
-    have a relative or absolute error of at most `tolerance`, but only an absolute one if the expected number is an integer, and none if
-    both are integers. auto: as lines, but an expected line with a decimal point is compared as numeric; there, an absolute error may not
-    exceed a hundredth of the expected number either.
+    exact: by character. lines: by line, ignoring white space at line ends and empty lines at the end.
+
+    numeric: word by word. Two integers must be equal. If only the expected number is an integer, the absolute error may be at most
+    `tolerance`; otherwise the relative or the absolute error.
+
+    auto: as lines, but a line whose expected text has a decimal point is compared as numeric. There, an absolute error must also be at most
+    a hundredth of the expected number.
     """
     if compare == "exact":
         return expected == printed

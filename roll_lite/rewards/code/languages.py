@@ -40,7 +40,7 @@ BLOCK = re.compile(
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Map names to languages; python, which needs no commands, to None. ValueError for an unknown name or, with `local`, a missing
+    """Return name -> language; None for python, which needs no commands. ValueError for an unknown name or, with `local`, a missing
     interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:

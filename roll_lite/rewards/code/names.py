@@ -42,7 +42,8 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Asserts with these names must run in the program's process: they concern input, output, lazy values, identity or exit."""
+"""Names by which a test must run in the program's process: they concern input and output, lazy values, object identity or the program's
+exit."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,10 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the program's names in each test; ValueError if the tested function cannot be determined.
+    """Find, for each test, the names that the program must define. ValueError if the tested function cannot be determined.
 
-    A builtin's name, such as `abs`, is the program's if it is the entry point, or if every assert calls it and the tests use no other name
-    of the program.
+    A builtin's name, such as `abs`, is among them only if it is the entry point, or if every assert calls it and the tests use no other
+    name that the program could define.
     """
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
@@ -173,8 +174,8 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return the calls that would run the source's tests, such as `test_sum()`, where the source leaves them to a test runner. ValueError
-    for an uncalled `test...` function that is async or has arguments."""
+    """Return the calls to append to the source, such as `test_sum()`, so that tests run that it leaves to a test runner. ValueError for an
+    uncalled `test...` function that is async or has arguments."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -81,7 +81,8 @@ class Rounds:
                 self._note(attempt, group, ended)
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Choose the tests of the next process. With `fail_fast`, few calls at first, because most wrong programs fail at once."""
+        """Choose the attempt's tests that the next process runs. With `fail_fast`, begin with few calls, because most wrong programs fail
+        at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.asserts is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -189,7 +190,8 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """True if the tests fit a function that changes its first argument in place, as in LeetCode."""
+    """True if the tests fit a function that changes its first argument in place, as in LeetCode: every first argument and expected value is
+    a list, and at least once the two differ."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

@@ -29,7 +29,8 @@ ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
 
 
 def _is_set(variable: str) -> str:
-    """Raise ValueError unless this environment variable is set. The message omits the name: it may be the key itself."""
+    """Return the name of an environment variable; ValueError if it is not set. Messages omit the name, since a user may have entered the
+    key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():

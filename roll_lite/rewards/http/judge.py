@@ -199,8 +199,8 @@ BREAKS_OFF = re.compile(
     rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
     r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
 )
-"""Line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings and list items without a colon; Thai and
-Lao, which have no full stop."""
+"""Pattern of a line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings and list items without a
+colon; Thai and Lao, which have no full stop."""
 
 
 def read_verdict(

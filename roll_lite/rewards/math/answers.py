@@ -41,7 +41,7 @@ CHANGES = re.compile(
     r"|[-+*/^=<>≈±×·÷]\s*[\d(\\$.])[^\n.]*",
     re.IGNORECASE,
 )
-"""Text after a number that changes its value: "less than 12" after 5, 万 after 3 (30,000), an operator."""
+"""Pattern of text that changes the value of the number before it: "less than 12" after 5, 万 after 3 (30,000), an operator."""
 NAMES = "|".join(map(re.escape, KNOWN))
 UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bin)(?<!/)(?<!\bper))?", re.IGNORECASE)
 
@@ -71,8 +71,8 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Return the formula after "the answer is", else the last formula, each with the formulas joined to it by "or". `runs`: (start, end) of
-    each formula in `text`."""
+    """Return the formula stated after "the answer is", else the last formula, together with formulas joined to it by "or". `runs`: (start,
+    end) of each formula in `text`."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
     ]

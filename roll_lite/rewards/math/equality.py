@@ -176,7 +176,8 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """True if the answer leaves more to compute than the reference: an operation, additions, products, an unsolved inequality."""
+    """True if the answer leaves more to compute than the reference `gold`: an operation, additions, products, an unsolved inequality.
+    `golds`, `found`: parsed reference and answer."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True
@@ -205,7 +206,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count the remaining additions, additions in denominators, products, and powers of powers such as (x^2)^5."""
+    """Count what remains to compute: (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

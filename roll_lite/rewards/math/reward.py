@@ -178,8 +178,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """True unless the answer is an equation about something else than `name`: x^2 = 1 if x is asked for. `before`: the equation's sides,
-    without the last."""
+    """False if the answer is an equation about something other than the variable `name`, such as x^2 = 1 where x is asked for; else True.
+    `before`: sides of the answer's equation without the last; empty if it is no equation."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -193,7 +193,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    """Split the unit off a formula. With variables, a bare last letter is a variable: x+3m has no unit."""
+    """Split the unit off a formula. In a formula with variables, a bare last letter counts as a variable: x+3m has no unit."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)

@@ -30,7 +30,7 @@ machine."""
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Score, cause of failure, or None (score again), by item number."""
+    """Item number -> score, cause of failure, or None: not scored yet, to be passed in again."""
     seconds: float = 0.0
     interrupted: bool = False
     """True if a time limit interrupted a function: the process must be replaced."""
@@ -130,7 +130,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a list function on batches of `at_once` samples. If a call fails, retry its samples one by one."""
+        """Score with a sync function that takes a list of samples, in calls of at most `at_once` samples. If a call fails, retry its
+        samples one by one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return

@@ -44,8 +44,8 @@ class InstructionReward(RewardType):
 
     - **Empty text** follows no instruction; invisible characters are ignored. Rules about each sentence, word or line need at least one;
       rules about neighbours (`sentence:increment`) or first and last words need two.
-    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt rarely differs. "around" allows one sentence more
-      or less; of other counts, a tenth.
+    - **Sentences** end with . ! ? and white space, except in abbreviations; nltk's punkt rarely differs. "around" allows a
+      difference of one sentence; for other counts, of a tenth.
     - **Words** are separated by white space, dashes and slashes, and compared without punctuation and case (`don't` is one word); the
       originals use nltk's tokens.
     - **RLVR-IFEval.** IFEval's rules hold for bullet points (bold lines do not count), highlighted sections and titles (not empty), JSON
@@ -161,7 +161,8 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Read one instruction. Tabular data sets store unused arguments as None and integers as floats."""
+    """Return an instruction's id and arguments. Null arguments are dropped and whole floats become integers: tabular data sets store unused
+    arguments as null and integers as floats."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")

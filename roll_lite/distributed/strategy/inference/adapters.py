@@ -1,7 +1,7 @@
 """LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-If only some projections of a fused layer (q, k, v) have adapters, the others get zero matrices, because an engine may know only whole
-layers as adapted or not."""
+Some engines adapt a fused layer (q, k, v) only as a whole. If only some of its projections have adapters, the others get zero matrices.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Drop leftovers of a failed update. `again` is unused."""
+        """Drop what a failed update has left. `again` (whether one failed) is not needed."""
         self._received.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -56,7 +56,7 @@ class AdaptedLayer:
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the engine's adapter tensors in `names`, unsharded. Collective over the engine's workers."""
+    """Yield (name, unsharded tensor) for the engine's adapters in `names`. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

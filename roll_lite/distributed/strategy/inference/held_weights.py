@@ -1,7 +1,8 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-vLLM packs matrices on CPUs. They are read by multiplication with the identity: exact except for the sign of zero and, on some CPUs,
-subnormal numbers."""
+On CPUs, vLLM packs matrices. A packed matrix is read by multiplying it with the identity: exact except for the sign of zero and, on some
+CPUs, subnormal numbers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Read an expert layer: (number of experts, gate_proj above up_proj [experts, 2 * rows, columns], down_proj [experts, columns, rows])."""
+"""Read this worker's part of an expert layer: (number of experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns],
+down_proj [experts, columns, rows])."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield expert tensors. A worker holds either a shard of every expert or whole experts: worker w then has the w-th group of consecutive
-    experts."""
+    """Yield (name, unsharded tensor). `count`: number of experts on all workers. If this worker has that many, they are shards; otherwise
+    they are whole, and worker w has the w-th group of consecutive experts."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):

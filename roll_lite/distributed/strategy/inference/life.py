@@ -88,7 +88,8 @@ class EngineLife:
         """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if the engine process has paused generation; None: unknown (a call is running or was cancelled)."""
+        """True if the engine process has paused generation; None: unknown, because a call to pause or resume it is running or was
+        cancelled."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()

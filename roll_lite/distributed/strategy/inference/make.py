@@ -27,7 +27,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    """vLLM or SGLang, in separate processes. EngineStrategy calls methods only in allowed states."""
+    """vLLM or SGLang, run in separate processes. EngineStrategy calls its methods only in states that allow them (`ALLOWED` in life.py)."""
 
     @property
     def notes(self) -> Sequence[str]: ...

@@ -54,7 +54,7 @@ class EngineProcesses:
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill without waiting, since the caller may soon be killed; remove shared memory."""
+        """Kill the processes and remove their shared memory. Does not wait for their end, because the caller may soon be killed too."""
         self._kill()
         remove(self._shared)
 
@@ -80,7 +80,7 @@ def cleans_up(process: psutil.Process) -> bool:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Return the shared-memory files mapped by a process, which survive a kill."""
+    """Return the shared-memory files that a process has mapped. They remain after a kill."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -90,7 +90,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Return the processes' shared-memory files, which survive a kill. Semaphores are left out: they may belong to the hosting process."""
+    """Return the processes' shared-memory files, except semaphores, which may belong to the hosting process."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 

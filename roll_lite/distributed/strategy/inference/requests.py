@@ -33,7 +33,7 @@ class InFlight:
     begun: bool = False
     reported: int = 0
     number: int = -1
-    """Number of the request in SglangEngine."""
+    """Id that SglangEngine gives to the request."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]

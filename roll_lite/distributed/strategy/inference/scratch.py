@@ -51,7 +51,7 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder in the process that made it, not in forks."""
+    """Remove the folder, but only in the process that made it: forks inherit this finalizer."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)

@@ -14,7 +14,7 @@ FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang packs weights so that they cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Fused layer -> its projections, for models that do not declare it."""
+"""Fused layer -> its projections, for model classes without `packed_modules_mapping`."""
 
 Range = tuple[str, str]
 """(first supported version, first later version that is not supported)."""
@@ -44,7 +44,7 @@ class Environment:
     preset: Mapping[str, str]
     """Environment variables for the engine, unless the user has set them."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Values that override the user's, for correctness."""
+    """Environment variables that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that follow from the YAML configuration or placement."""
 

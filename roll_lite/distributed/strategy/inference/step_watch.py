@@ -20,7 +20,7 @@ ASK_S = 1.0
 LISTEN_S = 0.25
 # In-process compilation is not detected, but is shorter.
 LATE = 0.5
-"""Once an answer has taken this fraction of the limit, look for running compilers. While one runs, time does not count."""
+"""Fraction of the limit after which a late answer makes the watch look for running compilers. Time during compilation does not count."""
 SLOWER = 4.0
 """The limit is at least this multiple of the longest step so far."""
 FIRST_STEPS = 40.0
@@ -48,7 +48,7 @@ class StepWatch(Heartbeat):
         self._suspended = 0
 
     def responded(self) -> None:
-        """Record the end of a response. The first resets the longest step: compilation is over."""
+        """Record that a response has ended. The first time, forget the longest step, which included compilation."""
         if not self._has_responded:
             self._has_responded, self._longest_s = True, 0.0
 

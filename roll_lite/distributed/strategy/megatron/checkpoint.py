@@ -92,7 +92,8 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Drop the optimizer from the state that Megatron requires to be equal on all ranks: it differs."""
+    """Return the common state without the optimizer. Megatron checks that common state is equal on all ranks, but the optimizer's
+    differs."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -180,7 +181,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Return the optimizer state to load into, without tensors that ShardReader reads."""
+    """Return the optimizer state to load into. The distributed optimizer's tensors are left out: ShardReader loads them."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -240,9 +241,9 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor of the nested optimizer state `state` that is to be loaded.
+    """Return where the nested optimizer state `state` has tensors to load: (container, key) of each.
 
-    `stored`: tensor names in the checkpoint. Float32 weights that it lacks are removed from `state`.
+    `stored`: tensor names in the checkpoint. Float32 weights that the checkpoint lacks are removed from `state`.
     """
     places = []
     for key, value in list(_items(state)):

@@ -1,8 +1,8 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
 A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
-memfds (anonymous files in memory) for the tensors, the job and the result. Success is told by a result, not by the exit code, which Ray may
-reap.
+memfds (anonymous files in memory) for the tensors, the job and the result. It reports success by writing the result, not by its exit code,
+which Ray may reap.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Asynchronous save. `files`: this rank's checkpoint files; those that exist already are only flushed and recorded. `finish` is
-    collective."""
+    """Checkpoint save by a background process. `files`: this rank's checkpoint files. Those already written are only flushed and recorded.
+    `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

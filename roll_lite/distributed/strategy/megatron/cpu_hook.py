@@ -146,7 +146,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the rewritten source, or load its bytecode from a separate cache file, because Python's own .pyc holds the original's."""
+        """Compile the rewritten source. Its bytecode is cached in a separate file, because Python's own .pyc holds the original's."""
         source = self.get_data(self.path)
         cache = cache_from_source(self.path, optimization="roll0lite")
         key = sha256(source + repr((fullname, self.path, _REWRITES, EXPECTED)).encode()).digest()

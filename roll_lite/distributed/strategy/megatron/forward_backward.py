@@ -22,7 +22,8 @@ def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **o
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` of each, others []."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` of each, other stages
+    []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -33,9 +34,9 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward and backward; gradients are summed over micro-batches and data-parallel ranks.
+    """Run micro-batches forward and backward. Gradients are summed over micro-batches and data-parallel ranks.
 
-    `on_head(stage output, input)` returns (loss, value). The last stage returns the values, others [].
+    `on_head(stage output, input)` returns (loss, value). The last pipeline stage returns the values, other stages [].
     """
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

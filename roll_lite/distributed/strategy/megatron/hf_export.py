@@ -67,7 +67,8 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets of one dtype: a bucket is gathered as one tensor."""
+    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own. A bucket has one dtype, because it is gathered as
+    one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -96,9 +97,10 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export in buckets (collective); one rank, the owner, gathers a bucket.
+        """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it.
 
-        Experts have separate buckets. Owners take turns, so that one gathers while engines load another's bucket."""
+        Experts have separate buckets. Owners take turns, so that one gathers its bucket while engines load the previous owner's.
+        """
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:

@@ -30,7 +30,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Argument for grouped-query attention; torch 2.11 neither has nor needs it."""
+"""Extra argument of varlen_attn for grouped-query attention; torch 2.11 neither has nor needs it."""
 
 
 def has_fused_kernels() -> bool:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """LoRA matrices of one projection, or this tensor rank's shards. B starts at zero."""
+    """This tensor rank's shards of the LoRA matrices of one projection. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
         """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""

@@ -29,7 +29,8 @@ class ModelInput:
     """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch hold only this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N + E]: N tokens that need a result; then, if final values are requested, the last tokens of E rows."""
+    """[N + E]: indices of tokens whose output is needed: N tokens with a result each and, if final values are requested, the last tokens of
+    E rows."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor

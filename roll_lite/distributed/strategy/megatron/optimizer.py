@@ -100,7 +100,7 @@ class Optimizer:
                     state["step"] = count.to(weight.device) if is_fused else count
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
-        """Yield updated weights, each followed by its moments and step count."""
+        """Yield the weights that the optimizer updates, each followed by its moments and step count."""
         for part in self.parts:
             for weight in part.get_parameters():
                 yield weight

@@ -19,8 +19,8 @@ class PackedRows:
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    """Pieces in order, run-length encoded: (number of adjacent pieces of the same sizes, tokens per piece, tokens that a piece's last token
-    attends to). A piece is a row or, with context parallelism, a rank's part of one."""
+    """Run-length encoded pieces. A piece is a row or, with context parallelism, a part of a row on this rank. Each entry: (number of
+    adjacent pieces of the same sizes, tokens per piece, tokens that a piece's last token attends to)."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -123,7 +123,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows: (this rank's token ids, layout, split over ranks). An extra row of padding fills up to a multiple of `tokens_divisor`."""
+    """Pack rows. Returns (this rank's token ids, layout, split over context-parallel ranks). A row of padding is added if needed to reach a
+    multiple of `tokens_divisor`."""
     missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

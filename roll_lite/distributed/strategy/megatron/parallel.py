@@ -19,7 +19,8 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Create the process groups (collective), or reuse the groups of another model in this process with the same layout."""
+    """Create the process groups (collective), or reuse those of another model in this process, which must have the same layout. Returns
+    this rank's coordinates."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,

@@ -24,9 +24,9 @@ class Routes:
     """
 
     places: torch.Tensor
-    """[tokens] int64: index in the whole micro-batch."""
+    """[tokens] int64: index of each of this rank's tokens in the whole micro-batch."""
     all_tokens: int
-    """Size of the whole micro-batch, with padding."""
+    """Tokens in the whole micro-batch, with padding."""
     given: torch.Tensor | None = None
     """Expert ids to replay [tokens, expert layers, experts per token] int16; the router chooses where -1."""
     taken: dict[int, torch.Tensor] | None = None

@@ -57,8 +57,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight. Returns state name ("param", "exp_avg", "exp_avg_sq") -> tensors.
-        Adds the tensors to read to `wanted`: stored name -> tensors."""
+        """Allocate optimizer state for this rank's entries of a weight. Returns state name ("param", "exp_avg", "exp_avg_sq") -> flat
+        tensors to be joined. Adds what must be read to `wanted`: stored name -> tensors."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:

@@ -39,19 +39,19 @@ from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank."""
+    """Bytes on one rank. Peaks are on top of weights, gradients and optimizer state."""
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
     kept: int = 0
-    """Activations kept from forward to backward."""
+    """Activations of a micro-batch, kept from forward to backward."""
     training: int = 0
-    """Peak in forward and backward, on top of weights, gradients and optimizer state."""
+    """Peak in forward and backward."""
     update: int = 0
-    """Peak in the optimizer step, on top of weights, gradients and optimizer state."""
+    """Peak in the optimizer step."""
     forward: int = 0
-    """Peak in a pass without gradients, on top of weights, gradients and optimizer state."""
+    """Peak in a pass without gradients."""
     inputs: int = 0
     """Token ids, masks and columns of one micro-batch; a pass holds the inputs of all its micro-batches."""
     kv_cache: int = 0

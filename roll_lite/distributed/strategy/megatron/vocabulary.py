@@ -20,8 +20,8 @@ DROPPED = -1e4
 class Vocabulary:
     """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax at N positions.
 
-    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: token ids, besides the target, to which
-    the softmax is truncated, padded with -1. With None, or in a row of only -1, the softmax is not truncated.
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: token ids that a truncated softmax
+    keeps besides the target, padded with -1. The softmax is not truncated if `kept` is None, or in a row of only -1.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Vocabulary:
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (block, logits [N, words]); -inf outside the softmax. The caller may overwrite the logits."""
+        """Yield (block, logits [N, words]), -inf for words outside a truncated softmax. The caller may overwrite the logits."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:
@@ -86,8 +86,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] for log-probs and entropy: over the vocabulary's blocks and all ranks, of exp(z) and exp(z) * z, with z = logit /
-    temperature - its maximum."""
+    """Sums [N] from which log-probs and entropy follow: of exp(z) and of exp(z) * z over the whole vocabulary, with z = logit / temperature
+    - its maximum. Added up block by block, then over ranks."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary

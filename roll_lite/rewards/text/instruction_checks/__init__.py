@@ -25,7 +25,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return the text; ValueError if blank, since every response contains a blank text."""
+    """Return an argument's text; ValueError if it is blank, since every response would contain it."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value

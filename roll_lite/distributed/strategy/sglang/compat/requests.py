@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Number of prompt tokens decoded with the response's first tokens, whose text may depend on them."""
+"""Number of prompt tokens that are decoded together with the response's first tokens: a token's text may depend on earlier tokens."""
 _INCOMPLETE = "\ufffd"
 """Decoded form of an incomplete character."""
 
 
 def generate_input(request: GenerationRequest, rid: str, max_model_len: int, vocabulary: int, experts: bool = False) -> GenerateReqInput:
-    """Build SGLang's request. `rid`: request id, no prefix of another: SGLang aborts by prefix. `experts`: ask for expert choices."""
+    """Build SGLang's request. `rid`: request id. It must not be a prefix of another id, because SGLang aborts by prefix. `experts`: ask for
+    expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -49,8 +50,9 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Convert sampling parameters.
 
-    SGLang takes top_k 1 for greedy decoding, and reports log-probs without truncation. Sampling with top_k 1 becomes min_p 1 instead,
-    because its log-prob must be 0. To report which tokens truncation kept, SGLang needs a top_k: the vocabulary size if none is set.
+    SGLang takes top_k 1 as greedy decoding, and then reports log-probs without truncation. Sampling with top_k 1, whose log-prob must be 0,
+    is requested as min_p 1 instead. To report which tokens truncation kept, SGLang needs a top_k; if none is set, it is the vocabulary
+    size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:

@@ -153,7 +153,7 @@ class RolloutSampler(Sampler):
     """Torch sampler that truncates like vLLM and reports log-probs under the sampling distribution."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """Sample tokens. For SGLang's log-probs, `probs` then holds the truncated distribution, or the whole one for greedy requests."""
+        """Sample tokens. Afterwards `probs` holds the distribution for SGLang's log-probs: truncated, or whole for greedy requests."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
@@ -203,7 +203,7 @@ def take_seeds_where_given() -> None:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count a request's tokens for min_tokens since its first prefill. SGLang's own count restarts at 0 when a request is re-queued."""
+    """Count a request's tokens for min_tokens from its start. SGLang's own count restarts at 0 when a request is re-queued."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -231,7 +231,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the zero heads that SGLang adds on a CPU. RuntimeError if they are not zero."""
+    """Remove the zeros with which SGLang pads weights on a CPU. RuntimeError if they are not zero. `shape`: without padding."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")

@@ -167,7 +167,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Send a request to SGLang's scheduler, and record this, so that an abort is not sent earlier."""
+        """Send a request to SGLang's scheduler, then set `dispatched`, for which an abort of the request waits."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()

@@ -143,8 +143,8 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Return how many of the likeliest tokens' log-probs to request per position: `kept_ids`, the tokens that truncated sampling kept,
-        are found from them. 0 for greedy decoding; None without `keep_mask`."""
+        """Return the number of likeliest tokens whose log-probs are requested per position, to find the tokens that truncated sampling kept
+        (`kept_ids`). 0 for greedy decoding; None if the request does not ask for kept_ids (`keep_mask`)."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None

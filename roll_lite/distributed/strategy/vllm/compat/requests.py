@@ -140,8 +140,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in a resumed response's earlier tokens, which end the prompt: the detokenizer starts with
-    these tokens."""
+    """Make vLLM find stop strings that begin in the earlier tokens of a resumed response. These tokens end the prompt, and the detokenizer
+    starts with them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

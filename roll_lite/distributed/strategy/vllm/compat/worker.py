@@ -44,7 +44,7 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods of vLLM's workers, called by name (collective_rpc). `answering` turns exceptions into return values."""
+    """Methods added to vLLM's workers, called by name (collective_rpc). `answering` turns exceptions into return values."""
 
     rank: int
     device: torch.device
