@@ -49,8 +49,8 @@ class Multiples:
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: number of micro-batches to reach if
-        possible; the rank must run this many anyway, because another rank does or because of `Multiples.count`."""
+        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: preferred minimum number of micro-batches.
+        The rank runs this many in any case, to match other ranks or `Multiples.count`; missing ones would be empty."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 GRACE_S = 2.0
 """Seconds beyond timeout_s in which interrupted code may end."""
 CPU_CALLS = 100
-"""CPU time limit of an interpreter, as a multiple of timeout_s. Between calls, the interpreter is paused."""
+"""CPU time limit over an interpreter's life, as a multiple of timeout_s (the limit of one call). Between calls it is paused and uses
+none."""
 LONGEST_S = 7 * 24 * 3600.0
 WRITE_FILES = """
 def write(files):

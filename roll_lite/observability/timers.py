@@ -25,7 +25,7 @@ class Span:
     """Unix time in seconds, by the clock of the span's node."""
     seconds: float
     parent: str = ""
-    """Name of the driver's span around it; empty for the step."""
+    """Name of the driver's span that encloses this one; empty for the span of the whole step."""
     role: str = ""
     rank: int | None = None
 

@@ -280,8 +280,8 @@ class EngineRestarts:
                 self._wait_for_devices(engine)
 
     def _wait_for_devices(self, engine: int) -> None:
-        """Start a new process for an engine. If the engine joined during the run (`most_replicas`), its devices are freed first, and the
-        new process waits for free devices on any node. Other engines restart on their own devices."""
+        """Restart an engine. One that joined during the run (see `most_replicas`) gives up its devices, and its new process waits for free
+        devices on any node. Any other engine restarts on its own devices."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

@@ -44,8 +44,8 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return the names in modules and classes that the tests themselves may replace: assigned attributes, and all strings (possible
-    arguments of `setattr`)."""
+    """Return every name that these tests might patch in a module or class: attributes they assign, and all their string constants (possible
+    `setattr` arguments)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}

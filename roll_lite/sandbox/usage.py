@@ -145,8 +145,8 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec: its stack has this interpreter's address or, if the kernel hides addresses, the flag "forked, no
-        exec" is set."""
+        """True for a fork without exec: its stack starts at the same address as this interpreter's or, if the kernel hides addresses, the
+        flag "forked, no exec" is set."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:

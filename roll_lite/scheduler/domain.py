@@ -73,7 +73,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the checkpoint from which the run resumed, if any."""
     batches_requested: int | None = None
-    """Batches requested before group `group` was admitted; staleness of its saved samples counts from here."""
+    """Number of batches requested before `group` was admitted. If its saved samples are continued, their staleness counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -347,8 +347,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state. Prompts of undelivered groups start again; their `saved` samples continue, unless admitted before
-        `minimum_admission_batch`."""
+        """Restore the state. Undelivered groups are queued again. A group continues from its `saved` samples, unless it was admitted before
+        `minimum_admission_batch`; without saved samples it starts from the prompt alone."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:

@@ -235,8 +235,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its timeout is up, else check again later. Time counts while engines generate its response. Until the
-        present engine starts on it, time counts only while that engine generates nothing at all."""
+        """Abort the request if its timeout is up, else check again later. Once its engine generates for it, the time used is all its
+        generation time, on earlier engines too. Before that, it is how long the engine has generated for no request."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

@@ -277,7 +277,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return present tokens and scores of samples that were unfinished in `state`, by group and index."""
+        """Return the current tokens and scores of samples in groups that were undelivered in `state` (an earlier `state_dict`), by group
+        number and index in the group."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

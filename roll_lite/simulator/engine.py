@@ -24,7 +24,7 @@ class EngineRates:
     pass_s: float
     """Fixed cost of a forward pass (reading the weights)."""
     request_s: float = 0.0
-    """Cost of a forward pass per running request (arithmetic)."""
+    """Cost that each running request adds to a forward pass (its computation)."""
     cached_token_s: float = 0.0
     """Cost of a forward pass per token in the KV cache (reading it)."""
     prefill_token_s: float = 0.0

@@ -47,7 +47,7 @@ class CreditInputs:
     groups: torch.Tensor
     """[B] int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """[B] int64: tokens that the policy chose."""
+    """[B] int64: number of tokens that the policy chose, per sample."""
     truncated: torch.Tensor
     """[B] bool: cut at max_tokens."""
     train_weight: torch.Tensor

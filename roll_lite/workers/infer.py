@@ -56,7 +56,8 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: Ray options of actors on further nodes, as [replica][node]."""
+        """`parts`: for replicas that span nodes, Ray options of the actor on each node after the first, as [replica][node]; this worker
+        uses the entry of its own rank."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)

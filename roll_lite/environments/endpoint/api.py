@@ -199,7 +199,8 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def response(self, reply: ChatReply) -> Json:
-        """Build the response's body from a reply converted by `as_sent`."""
+        """Return the response body in this API's format. `reply` is in the form that clients send back in later requests (see
+        `as_sent`)."""
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:

@@ -94,8 +94,8 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor). `count`: number of experts on all workers. If this worker has that many, they are shards; otherwise
-    they are whole, and worker w has the w-th group of consecutive experts."""
+    """Yield (name, unsharded tensor). `count`: number of experts in the layer. If this worker holds all `count`, each is sharded over the
+    workers; otherwise worker w holds the w-th group of consecutive experts, unsharded."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):

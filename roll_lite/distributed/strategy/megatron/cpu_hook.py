@@ -27,7 +27,8 @@ SUPPORTED = ((0, 16, 1), (0, 17, 0))
 """(first supported version, first later version that is not supported)."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Global name of cpu_device in rewritten modules. Set by the loader: an import statement would shift line numbers."""
+"""Global variable through which rewritten modules reach cpu_device. The loader sets it, since an import statement would shift line
+numbers."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: tokens attended to, piece by piece, as indices into the tokens of all context-parallel ranks. None without context
-    parallelism."""
+    """[total] int64: the tokens that each piece (see `runs`) attends to, one piece after the other, as indices into the gathered tokens of
+    all context-parallel ranks. None without context parallelism."""
     key_starts: torch.Tensor | None = None
     """[pieces + 1] int32: index in `key_index` where the attended tokens of each piece (see `runs`) start, then the length of
     `key_index`."""

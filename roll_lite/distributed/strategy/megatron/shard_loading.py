@@ -1,4 +1,5 @@
-"""Load the distributed optimizer's state. A rank reads only rows in which it owns entries; Megatron-Core 0.16 would read whole weights."""
+"""Load the distributed optimizer's state. Each rank reads only those rows of a stored tensor that contain entries of its own shard;
+Megatron-Core 0.16 would read whole tensors."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class RankMemory:
     forward: int = 0
     """Peak in a pass without gradients."""
     inputs: int = 0
-    """Token ids, masks and columns of one micro-batch; a pass holds the inputs of all its micro-batches."""
+    """Input tensors of one micro-batch: token ids, packing layout, masks and other data columns. During a pass, the inputs of all its
+    micro-batches are in memory."""
     kv_cache: int = 0
 
 

@@ -124,8 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of the hidden states and the output weight, collected block by block; None if not needed. The hidden states' gradient is
-    the part from this rank's words."""
+    """Gradients of the hidden states and the output weight, collected block by block; None if not needed. The former is a partial sum, from
+    this rank's vocabulary shard only."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

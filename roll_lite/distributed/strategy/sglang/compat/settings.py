@@ -72,7 +72,7 @@ SETTINGS = {
 }
 """Engine argument -> strategy key to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""(File pattern, class name or None for all classes) of SGLang's engine arguments."""
+"""Where SGLang declares its engine arguments: (file pattern, class name or None for all classes)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
