@@ -25,6 +25,9 @@ DOMAIN = (
 )
 SMALL = ("~domains.make", "~domains.repeat", "rollout.prompts_per_step=8", "validation.enabled=false", DOMAIN)
 
+EPS = "actor_train.optimizer.eps=1e-6"
+"""Else Adam turns rounding of a gradient that is almost 0 into a whole step."""
+
 
 def says(script: str, folder: Path) -> str:
     done = subprocess.run([sys.executable, f"examples/{script}", folder], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -36,7 +39,7 @@ def says(script: str, folder: Path) -> str:
 @pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 def test_two_turns_from_yaml_to_recomputed_weights(engine: str, tmp_path: Path) -> None:
     require(engine)
-    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", f"actor_infer.strategy={engine}") as run:
+    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", f"actor_infer.strategy={engine}", EPS) as run:
         code, output = run.finish(400)
     assert code == 0, output
     samples = [sample for step in (1, 2) for sample in run.samples(step)]
@@ -102,7 +105,7 @@ def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str,
         f"actor_infer.strategy={engine}",
         "rollout.dump=true",
         "batches.write=always",
-        "actor_train.optimizer.eps=1e-6",  # else Adam turns rounding of a gradient that is almost 0 into a whole step
+        EPS,
     )
     with Run(tmp_path, "tiny_grpo", *chosen) as run:
         code, output = run.finish(500)
@@ -140,7 +143,7 @@ def test_rewards_of_turns_with_a_critic_a_validation_and_a_replay(engine: str, t
     )
     chosen = ("~domains.make", "~domains.repeat", "~domains.add.reward", PER_TURN, *settings)
     whole = (*chosen, f"actor_infer.strategy={engine}", "rollout.dump=true", "batches.write=always")
-    with Run(tmp_path / "whole", "tiny_ppo", *whole, "actor_train.optimizer.eps=1e-6", "critic.optimizer.eps=1e-6") as run:
+    with Run(tmp_path / "whole", "tiny_ppo", *whole, EPS, "critic.optimizer.eps=1e-6") as run:
         code, output = run.finish(500)
     assert code == 0, output
     for sample in run.samples(1):
@@ -152,7 +155,7 @@ def test_rewards_of_turns_with_a_critic_a_validation_and_a_replay(engine: str, t
     assert "actor weights" in told and "critic weights" in told
     assert "the ledger adds up" in says("audit.py", run.folder)
     replayed = (*chosen, "mode=train_only", f"replay.path={run.folder}", "validation.enabled=false")
-    with Run(tmp_path / "again", "tiny_ppo", *replayed, "actor_train.optimizer.eps=1e-6", "critic.optimizer.eps=1e-6") as again:
+    with Run(tmp_path / "again", "tiny_ppo", *replayed, EPS, "critic.optimizer.eps=1e-6") as again:
         code, output = again.finish(300)
     assert code == 0, output
     assert checksums(again.folder) == checksums(run.folder)
