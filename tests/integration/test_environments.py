@@ -133,15 +133,8 @@ PER_TURN = (
 def test_rewards_of_turns_with_a_critic_a_validation_and_a_replay(engine: str, tmp_path: Path) -> None:
     """PPO over two turns: recomputed by plain transformers, and repeated from its dump with the same weights bit for bit."""
     require(engine)
-    settings = (
-        "rollout.prompts_per_step=6",
-        "rollout.samples_per_prompt=4",
-        "validation.every=1",
-        "deterministic=true",
-        "steps=2",
-        PER_TURN,
-    )
-    chosen = ("~domains.make", "~domains.repeat", "~domains.add.reward", PER_TURN, *settings)
+    settings = ("rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.every=1", "deterministic=true", "steps=2")
+    chosen = (*SMALL[:2], "~domains.add.reward", PER_TURN, *settings, "algorithm.critic_warmup_steps=0")
     whole = (*chosen, f"actor_infer.strategy={engine}", "rollout.dump=true", "batches.write=always")
     with Run(tmp_path / "whole", "tiny_ppo", *whole, EPS, "critic.optimizer.eps=1e-6") as run:
         code, output = run.finish(500)
@@ -167,7 +160,9 @@ def test_an_engine_that_dies_in_mid_episode(engine: str, tmp_path: Path) -> None
     """Its conversations continue at the other engine, with the tokens that they have."""
     require(engine)
     settings = ("steps=6", "actor_infer.devices=2", "actor_infer.restarts=0", f"actor_infer.strategy={engine}")
-    with Run(tmp_path, "tiny_grpo", *SMALL[:2], "~domains.add.reward", "validation=null", PER_TURN, *settings) as run:
+    with Run(
+        tmp_path, "tiny_grpo", *SMALL[:2], "~domains.add.reward", "validation=null", PER_TURN.replace(", rewards: per_turn", ""), *settings
+    ) as run:
         run.wait_for_step(2)
         hosts(run.tree())[0].kill()
         code, output = run.finish(400)
