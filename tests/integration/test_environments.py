@@ -127,6 +127,8 @@ PER_TURN = (
     "function: tests.workers.environment_cases.each_counts, max_turns: 2, rewards: per_turn}}"
 )
 
+SUMMED = PER_TURN.replace(", rewards: per_turn", "")
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -160,9 +162,7 @@ def test_an_engine_that_dies_in_mid_episode(engine: str, tmp_path: Path) -> None
     """Its conversations continue at the other engine, with the tokens that they have."""
     require(engine)
     settings = ("steps=6", "actor_infer.devices=2", "actor_infer.restarts=0", f"actor_infer.strategy={engine}")
-    with Run(
-        tmp_path, "tiny_grpo", *SMALL[:2], "~domains.add.reward", "validation=null", PER_TURN.replace(", rewards: per_turn", ""), *settings
-    ) as run:
+    with Run(tmp_path, "tiny_grpo", *SMALL[:2], "~domains.add.reward", "validation=null", SUMMED, *settings) as run:
         run.wait_for_step(2)
         hosts(run.tree())[0].kill()
         code, output = run.finish(400)
