@@ -94,8 +94,9 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
             f"run_dir: {', '.join(nodes_without_run_folder)} do not share {folder}: logs of their workers and the model come at the end, "
             "the driver writes the batches"
         )
+    rollouts = start.rollouts() if generates(config) else None  # first, because all wait for the test of its rewards
     models = start.models()
-    live = start.live(models, journal) if generates(config) else None
+    live = None if rollouts is None else start.live(models, rollouts, journal)
     source = live or ReplayedRollouts(start.replay())
     initialize_all(models.all, live, [name for name, model in config.reward_models.items() if model.offload])
     for line in [*start.notes(), *(live.notes() if live is not None else [])]:
@@ -173,7 +174,8 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
     """Begin to initialize the rollout service, the judges, the reward models not in `offloaded`, and the engines unless they are offloaded.
     Return the pending calls."""
-    together: list[Pending[Any]] = [live.prepare_service()]
+    together: list[Pending[Any]] = [live.engines.replicas.start_all(InferWorker.preload)]
+    together.append(live.prepare_service())
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     if not live.engines.offloads:
@@ -204,10 +206,10 @@ class Starter:
         told = ", ".join(f"{name}={value}" for name, value in environment.items())
         return [f"environment of trainers and engines on GPUs: {told}; to change it, set these for the driver (docs/gpu.md)"]
 
-    def live(self, models: Models, journal: Journal) -> LiveRollouts:
+    def live(self, models: Models, rollouts: Cluster[RolloutWorker], journal: Journal) -> LiveRollouts:
         config, role = self.config, self.config.actor_infer
         engines, joining = self.engines()
-        rollouts, weights = self.rollouts(), None
+        weights = None
         follows_drains = not (role.offload or config.deterministic)
         restarts = EngineRestarts(engines, rollouts, role.restarts, journal, joining, follows_drains, config.limits.start or None)
         if trains(config):

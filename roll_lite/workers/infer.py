@@ -69,6 +69,9 @@ class InferWorker(AsyncWorker):
         self._pump = CompletionPump(self._strategy, fetch_block, columns=spec.columns, engine=self.rank)
         self._version = 0
 
+    async def preload(self) -> None:
+        await self._strategy.preload()
+
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
         """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, because each measures
         the free memory."""

@@ -323,6 +323,9 @@ class InferenceStrategy(ABC):
     def notes(self) -> Sequence[str]:
         return ()
 
+    async def preload(self) -> None:  # noqa: B027 (only saves time)
+        """Import the engine's package, which takes seconds, while others prepare."""
+
     @abstractmethod
     async def initialize(self) -> None: ...
 

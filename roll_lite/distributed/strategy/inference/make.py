@@ -34,6 +34,9 @@ class EngineMake(EnginePart, Protocol):
 
     # ------------------------------------------------------------ life
 
+    async def preload(self) -> None:
+        """Import the engine's package, before `start`. May do nothing."""
+
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:

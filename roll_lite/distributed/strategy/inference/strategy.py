@@ -60,6 +60,9 @@ class EngineStrategy(InferenceStrategy):
 
     # ------------------------------------------------------------ life
 
+    async def preload(self) -> None:
+        await self.make.preload()
+
     async def initialize(self) -> None:
         self.life.require(EngineEvent.START)
         self.make.check_version()

@@ -55,6 +55,9 @@ class SglangEngine:
     def check_version(self) -> str:
         return settings.check_version()
 
+    async def preload(self) -> None:
+        """Do nothing: SGLang runs in the server's process."""
+
     async def start(self) -> list[int]:
         self._scratch = scratch = Scratch("rl-sgl-")
         ours, theirs = socket.socketpair()

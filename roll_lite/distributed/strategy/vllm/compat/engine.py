@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,9 +58,12 @@ class VllmProcesses:
     def check_version(self) -> str:
         return settings.check_version()
 
+    def _set_environment(self) -> None:
+        os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
+
     @contextmanager
     def _inherited(self) -> Iterator[None]:
-        os.environ.update(self._environment.variables() | {HOST_PID: str(os.getpid())})
+        self._set_environment()
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
             yield
@@ -79,6 +84,10 @@ class VllmEngine(VllmProcesses):
         self._running: AsyncLLM | None = None
 
     # ------------------------------------------------------------ life
+
+    async def preload(self) -> None:
+        self._set_environment()
+        await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
 
     async def start(self) -> list[int]:
         """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
