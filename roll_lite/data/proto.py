@@ -12,6 +12,7 @@ import torch
 from roll_lite.config.problems import or_nearest
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, to_numpy
+from roll_lite.files import flush
 
 Column = torch.Tensor | Ragged | np.ndarray
 
@@ -200,10 +201,14 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with the permissions that the umask allows; safetensors itself sets 0600."""
+    """Write a safetensors file with the permissions that the umask allows (safetensors itself sets 0600). The file gets its name when it is
+    whole."""
     from safetensors.torch import save_file
 
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, dict(metadata))
-    path.chmod(mode)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.touch()
+    mode = partial.stat().st_mode
+    save_file(dict(tensors), partial, dict(metadata))
+    partial.chmod(mode)
+    flush([partial])
+    partial.replace(path)

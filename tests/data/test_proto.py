@@ -211,3 +211,20 @@ def test_files_of_tensors_have_the_mode_that_the_umask_gives(tmp_path: Path) -> 
         assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
+
+
+def test_a_tensor_file_that_is_cut_off_does_not_look_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    path = tmp_path / "model.safetensors"
+    save_tensors({"weight": torch.ones(2)}, path, {"format": "pt"})
+
+    def cut_off(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", cut_off)
+    for target in (path, tmp_path / "other.safetensors"):
+        with pytest.raises(OSError, match="no space"):
+            save_tensors({"weight": torch.zeros(2)}, target, {"format": "pt"})
+    assert safetensors.torch.load_file(path)["weight"].tolist() == [1.0, 1.0] and not (tmp_path / "other.safetensors").exists()

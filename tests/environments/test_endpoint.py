@@ -12,6 +12,7 @@ import aiohttp
 import openai
 import pytest
 from support_endpoint import WEATHER, ScriptedSession, call, says, serving
+from yarl import URL
 
 from roll_lite.environments.base import EpisodeOver
 from roll_lite.environments.endpoint import server as server_module
@@ -547,6 +548,40 @@ async def test_requests_at_a_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -
         assert status == 429 and answer["error"]["type"] == "rate_limit_error"
         session.gate.set()
         assert [status for status, _ in await asyncio.gather(*first)] == [200, 200]
+
+
+async def test_bodies_at_a_time_are_bounded_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that begins many large requests at once does not fill the memory; an upload that breaks off is forgotten."""
+    monkeypatch.setattr(server_module, "MAX_AT_ONCE", 2)
+    session = ScriptedSession(*[says("Hi.")] * 1000)
+    async with serving(session) as (server, key):
+        url = URL(server.url)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {url.host}\r\nx-api-key: {key}\r\nContent-Length: 9000000\r\n\r\n{{"
+        begun = [await asyncio.open_connection(url.host, url.port) for _ in range(2)]
+        async with aiohttp.ClientSession(server.url, headers={"x-api-key": key}) as http:
+
+            async def until(status: int) -> None:
+                for _ in range(500):
+                    if (await post(http, CHAT, {"messages": QUESTION}))[0] == status:
+                        return
+                    await asyncio.sleep(0.01)
+                raise AssertionError(f"no answer {status}")
+
+            for _, writer in begun:
+                writer.write(head.encode())
+                await writer.drain()
+            await until(429)
+            for _, writer in begun:
+                writer.close()
+            await until(200)
+
+
+async def test_floods_of_malformed_json_cost_nothing() -> None:
+    session = ScriptedSession(says("Hi."))
+    async with http_of(session) as http:
+        answers = await asyncio.gather(*(post(http, CHAT, b"{" * 10_000) for _ in range(50)))
+        assert {status for status, _ in answers} <= {400, 429} and not session.requests
+        assert (await post(http, CHAT, {"messages": QUESTION}))[0] == 200
 
 
 async def test_stopping_does_not_wait_for_responses() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -111,6 +112,7 @@ class Agent:
 
     async def send(self, request: ChatRequest) -> None:
         place, expected = len(self.asks), continued_by(request, self.answered)
+        node, new, _ = self.session._match(request)
         try:
             reply: ChatReply = await self.session.respond(request)
         except ValueError:  # the template refuses these roles in this order
@@ -118,12 +120,32 @@ class Agent:
             return
         assert self.asks[place].after in (expected or {None}), "the longest conversation that the messages begin with"
         self.answered.append((request, as_sent(reply).message, self.asks[place].number))
+        if request.text is None and self.chance.random() < 0.2:
+            self.check_given(self.asks[place], request, None if node is None else node.ids, new)
+
+    def check_given(self, ask: Ask, request: ChatRequest, before: list[int] | None, new: list[Message]) -> None:
+        """What others wrote never becomes an added token: there are as many as with harmless texts."""
+        renderer = self.session._renderer_of(request.tools)
+        assert isinstance(renderer, ChatRenderer)
+        texts: dict[str, str] = {}  # equal ones stay equal: Mistral's template compares messages
+        for message in new:
+            texts.setdefault(message["content"], f"Q{len(texts)}")
+        harmless = [message if message["role"] == "assistant" else {**message, "content": texts[message["content"]]} for message in new]
+        added = np.array(sorted(renderer._tokenizer.get_added_vocab().values()))
+        counts = []
+        for messages in (new, harmless):
+            ids = renderer.prompt(messages) if before is None else renderer.continuation(before, messages)
+            counts.append(np.isin(ids, added).sum())
+            assert messages is not new or np.frombuffer(ask.ids, np.int32).tolist() == ids
+        assert counts[0] == counts[1], (new, request.tools)
 
     def request(self) -> ChatRequest:
         chance = self.chance
         tools = chance.choice(([], TOOLS))
         if not self.answered or chance.random() < 0.1:  # a prompt of its own: a sub-agent, or a compacted history
-            return asking([*self.system(), self.said("user")], tools)
+            compacted = f"Qsummary: {chance.choice(self.answered)[1]['content']}" if self.answered else None
+            message = self.said("user") if compacted is None else {"role": "user", "content": compacted}
+            return self.limited(asking([*self.system(), message], tools))
         earlier, reply, _ = chance.choice(self.answered)
         kind = chance.choice(("go on", "go on", "go on", "retry", "edit", "drop thoughts", "other tools", "raw text"))
         if kind == "retry":
@@ -136,7 +158,12 @@ class Agent:
             messages[place] = {**messages[place], "content": f"Q{chance.random()}"}
         elif kind == "drop thoughts":
             messages = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
-        return asking(messages, tools if kind == "other tools" else earlier.tools)
+        return self.limited(asking(messages, tools if kind == "other tools" else earlier.tools))
+
+    def limited(self, request: ChatRequest) -> ChatRequest:
+        """Some requests limit the response, or name strings that end it."""
+        most = self.chance.choice((None, None, 1, 7))
+        return replace(request, max_tokens=most, stop=self.chance.choice(((), (), (".",))))
 
     def answers(self, reply: Message) -> list[Message]:
         calls = reply.get("tool_calls", [])

@@ -67,6 +67,13 @@ async def test_errors_are_told_to_the_model() -> None:
     assert isinstance(end, Ended) and end.record.metrics["tool_errors"] == 3
 
 
+async def test_malformed_calls_are_answered_and_counted() -> None:
+    counter = Counter()
+    shown, end = await played(player_of([counter]), [[["add", "{number"], *add(3)], "Done."], {"start": 0})
+    assert shown == [["Error: the arguments are no JSON object", '{"total": 3}']]
+    assert isinstance(end, Ended) and (end.record.metrics["tool_calls"], end.record.metrics["tool_errors"]) == (2, 1)
+
+
 async def test_a_lost_tool_fails_the_attempt() -> None:
     counter = Counter()
     _, end = await played(player_of([counter]), [[["say", {"what": "lost"}]]], {"start": 0})

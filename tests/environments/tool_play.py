@@ -28,7 +28,11 @@ class JsonCalls:
         if not text.startswith("["):
             return {"role": "assistant", "content": text}
         made = enumerate(json.loads(text))
-        calls = [{"id": f"call{number:05d}", "function": {"name": name, "arguments": given}} for number, (name, given) in made]
+        calls = [
+            {"id": f"call{number:05d}", "function": {"name": name, "arguments": given}}
+            | ({} if isinstance(given, dict) else {"problem": "the arguments are no JSON object"})
+            for number, (name, given) in made
+        ]
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
     def difference(self) -> None: ...

@@ -53,6 +53,16 @@ def test_without_settings_the_reward_is_the_score_and_everything_trains() -> Non
     assert shaped.batch.rows.tensor("truncated").tolist() == [False] * 4 + [True] * 2
 
 
+def test_an_episode_that_used_up_its_turns_counts_as_cut() -> None:
+    """It is masked, or penalized, as a response at its token limit is."""
+    rows = batch().rows.with_columns(finish_reason=object_column(["max_turns", "stop", "stop", "stop", "length", "length"]))
+    shaped = RewardShaping(configured("algorithm.masks.truncated=mask"))(Batch(rows))
+    assert shaped.samples.tensor("truncated").tolist() == [True, False, False, False, True, True]
+    assert shaped.samples.tensor("train_weight").tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    penalized = RewardShaping(configured("algorithm.masks={truncated: penalize, truncated_penalty: 0.25}"))(Batch(rows))
+    assert penalized.samples.tensor("reward").tolist() == [0.75, 0.0, 1.0, 1.0, -0.25, 0.75]
+
+
 def test_all_rows_of_a_sample_have_its_reward_and_count_once() -> None:
     """The first sample has two rows, of 3 and 6 tokens, the others one. Penalties: 0.5 * tokens of the longest row / 12. The mean of 7's
     group is 0.5 still."""

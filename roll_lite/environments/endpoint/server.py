@@ -41,6 +41,8 @@ class _Episode:
     session: Session
     kept: dict[str, list[Message]] = field(default_factory=dict)
     running: set[asyncio.Future[ChatReply]] = field(default_factory=set)
+    reading: int = 0
+    """Requests whose body is still being read."""
 
 
 class EndpointServer:
@@ -92,9 +94,14 @@ class EndpointServer:
                 return web.json_response(MODELS)
             if http.method != "POST" or http.path not in APIS:
                 raise web.HTTPNotFound(text=f"{http.method} {http.path} is not served, only GET /v1/models and POST {', '.join(APIS)}")
-            asked = APIS[http.path].model_validate_json(await http.read(), context=episode.kept)
-            if len(episode.running) >= MAX_AT_ONCE:
+            if len(episode.running) + episode.reading >= MAX_AT_ONCE:
                 raise web.HTTPTooManyRequests(text=f"{MAX_AT_ONCE} requests of this episode wait already")
+            episode.reading += 1
+            try:
+                given = await http.read()
+            finally:
+                episode.reading -= 1
+            asked = APIS[http.path].model_validate_json(given, context=episode.kept)
             running = asyncio.ensure_future(episode.session.respond(asked.request()))
             episode.running.add(running)
             running.add_done_callback(episode.running.discard)
