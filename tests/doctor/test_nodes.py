@@ -40,7 +40,7 @@ def test_nodes_are_shown_in_a_table_with_their_faults(ray_local: object, tmp_pat
     """The one node of this machine, and facts of a second one."""
     monkeypatch.setattr(nodes, "ray_session", lambda *_: nullcontext())
     here, *rest = check_nodes("auto", tmp_path)
-    header, row = here.value.splitlines()[1:]
+    header, _, row = here.value.splitlines()[1:]
     assert header.split("  ")[0] == "node" and "open files" in header and " at most " in row
     assert all(one.node and one.status == "ok" for one in rest if one.check in ("versions", "sandbox"))
     look_at = nodes.look_at

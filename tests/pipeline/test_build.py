@@ -166,4 +166,5 @@ def test_rewards_are_tried_before_engines_judges_and_reward_models_start() -> No
     live.restarts = SimpleNamespace(absent={})
     live.prepare_service = MethodType(LiveRollouts.prepare_service, live)
     build.starting(live, ["leaves"])
-    assert begun == ["rollouts prepare", "rollouts initialize", "reward model initialize", "judge initialize", "engines starts"]
+    service = ["rollouts prepare", "rollouts initialize"]
+    assert begun == ["engines preload", *service, "reward model initialize", "judge initialize", "engines starts"]

@@ -71,8 +71,7 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99th percentile of scoring times; null: all take the median."""
     reward_workers: PositiveInt | None = None
-    """Samples scored at once; null: unlimited. Keep null with `roll-lite simulate --from`: its measured scoring times already include
-    waiting."""
+    """Samples scored at once; null: unlimited. Keep null with `--from`: scoring times of a recorded run already include waiting."""
     turns: Annotated[float, Field(ge=1)] = 1.0
     """Median responses per episode. Response lengths are per response."""
     turns_p99: Annotated[float, Field(ge=1)] | None = None
