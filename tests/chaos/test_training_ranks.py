@@ -130,3 +130,23 @@ def test_an_asynchronous_run_loses_no_prompt(tmp_path: Path, early: list[str]) -
         disturbed(run, victims, 24)
         assert all(line["rollout/failed"] == 0 for line in run.metrics() if "time/step" in line)
     assert until_gone(processes, 60) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_chaos_kills_stops_and_slows(tmp_path: Path) -> None:
+    """All faults of `chaos` that need one machine only. A stopped process is found and replaced; a slow one is left alone."""
+    chaos = "chaos={every_s: 8, seed: 4, most: 9, actions: {kill: 1, stop: 1, slow: 1}, slow_s: 5}"
+    restarts = [f"{role}.restarts=100" for role in ("actor_train", "actor_infer", "rollout")]
+    settings = ["rollout.prompts_per_step=8", "checkpoint.every=5", "limits.silence=10", "validation=null", "steps=100"]
+    with Run(tmp_path, "tiny_async", *settings, *restarts, chaos) as run:
+        run.wait_for_step(1)
+        processes = run.tree()
+        code, output = run.finish(800)
+    assert code == 0, output
+    assert set(re.findall(r"chaos: (\w+) of", output)) == {"kill", "stop", "slow"}, output
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert len(steps) == 100 and all(line["rollout/failed"] == 0 for line in steps)
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
+    assert until_gone(processes, 60) == []
