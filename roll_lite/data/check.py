@@ -56,6 +56,9 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     given = {split: files for split, files in (("train", data.train), ("validation", data.validation)) if files is not None}
+    for split, files in given.items():
+        for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
+            yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
     for split, file in [(split, file) for split, files in given.items() for file in paths_of(files)]:
         place, preset = f"{path}.data.{split}", data.preset_of(split)
         scan = _Scan(_columns(path, domain, split), data, owners)

@@ -52,6 +52,7 @@ def test_several_files_with_and_without_shares(project: Project) -> None:
     }
     for files, place, message in (
         ("[rows.parquet, gone.parquet]", f"{COPY}.train", "no such file"),
+        ("[rows.parquet, rows.parquet]", f"{COPY}.train", "stands there twice"),
         ("[rows.parquet, other.parquet]", f"{COPY}.answer", "no such column"),
         ("[]", f"{COPY}.train", "expected path or list of (path), at least one or mapping of name to (number > 0), at least one"),
         ("{rows.parquet: 0}", f"{COPY}.train", "expected path or list"),

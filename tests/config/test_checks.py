@@ -230,6 +230,13 @@ def test_heads_that_vllm_has_no_attention_for_on_a_cpu(project: Project, monkeyp
     assert project.problems() == []
 
 
+def test_a_reward_model_that_no_domain_uses_is_told_beside_code(project: Project) -> None:
+    judge = "judges: {main: {path: model}}\ndomains: {copy: {reward: {name: code}}}"
+    assert [problem.path for problem in project.problems_of(judge)] == ["judges.main"]
+    model = "reward_models: {main: {path: model}}\ndomains: {copy: {reward: {name: code}}}"
+    assert "reward_models.main" in [problem.path for problem in project.problems_of(model)]
+
+
 @pytest.mark.parametrize("value", ["[j]", "{j: 1}", "3"])
 def test_names_of_judges_are_texts(value: str, project: Project) -> None:
     problems = project.problems_of(

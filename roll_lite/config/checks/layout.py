@@ -97,6 +97,8 @@ def _experts(config: RunConfig, name: str, role: Role) -> Mistakes:
         for part in ("expert_parallel", "expert_tensor_parallel"):
             if getattr(strategy, part) > 1:
                 yield f"{name}.strategy.{part}", "the model has no experts; use 1"
+        if getattr(role, "balance_coef", 0.0):
+            yield f"{name}.balance_coef", "the model has no experts to balance; use 0"
         return
     if shape.experts % parallel:
         fits = _listed([size for size in range(1, shape.experts + 1) if shape.experts % size == 0])
@@ -133,11 +135,23 @@ def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Mistakes:
         yield f"{name}.strategy.tensor_parallel", message
 
 
+def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Mistakes:
+    strategy, shape = role.strategy, known_shape(model_folder(config, role))
+    if not isinstance(strategy, MegatronStrategyConfig) or strategy.recompute != "selective" or shape is None:
+        return
+    modules = strategy.recompute_modules or ()
+    if "moe" in modules and shape.experts is None:
+        yield f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp"
+    if "mlp" in modules and shape.feed_forward is None:
+        yield f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe"
+
+
 ROLE_CHECKS = (
     _device_list,
     _replicas_share_a_device,
     _joining_engines,
     _sizes_fit_the_model,
+    _recomputed_modules,
     _experts,
     _experts_in_engines,
 )

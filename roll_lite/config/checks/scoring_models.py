@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
+from roll_lite.config.problems import close_names
 from roll_lite.config.schema.base import Mistakes
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.config.schema.models import JudgeServerConfig, MegatronStrategyConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.hub import lacks_weights
@@ -14,9 +17,30 @@ JUDGE = "judge"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def _name(config: RunConfig, path: str, section: RewardModelConfig | JudgeServerConfig) -> Mistakes:
-    if not NAME.fullmatch(path.partition(".")[2]):
-        yield path, "its name is part of file names: a letter, then letters, digits, '_' and '-'"
+def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
+    """Check the name of a reward model or judge, and that a reward uses it, perhaps by a misspelt reward name, which another check
+    reports."""
+    name = path.partition(".")[2]
+    parts: list[RewardConfig | RewardTermConfig] = []
+    for domain in config.domains.values():
+        parts += [domain.reward, *domain.reward.terms]
+    asked = [part.args.get(argument) for part in parts if part.name == reward and (argument in part.args or "url" not in part.args)]
+    others = [part.name for part in parts if part.name != reward and argument in part.args and "." not in part.name]
+    misspelt = any(close_names(other, [reward]) for other in others)
+    if not NAME.fullmatch(name):
+        yield path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'"
+    known = all(isinstance(one, str) and one in sections for one in asked)  # an unknown name may be a misspelling of this name
+    if name not in asked and not misspelt and known:
+        example = f"{{name: {reward}, args: {{{argument}: {name}}}}}"
+        yield path, f"no domain uses it; remove the section, or set a domain's reward to {example}"
+
+
+def _used_model(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
+    yield from _used_by_a_reward(config, path, "reward model", config.reward_models, MODEL_REWARD, "model")
+
+
+def _used_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> Mistakes:
+    yield from _used_by_a_reward(config, path, "judge", config.judges, JUDGE, "server")
 
 
 def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
@@ -66,6 +90,6 @@ def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> M
         yield f"{path}.path", str(error)
 
 
-REWARD_MODEL_CHECKS = (_name, _checkpoint)
-JUDGE_CHECKS = (_name, _model_of_judge)
+REWARD_MODEL_CHECKS = (_used_model, _checkpoint)
+JUDGE_CHECKS = (_used_judge, _model_of_judge)
 SCORING_FILE_CHECKS = (_checkpoint, _model_of_judge)

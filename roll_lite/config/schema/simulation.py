@@ -97,6 +97,9 @@ class SimulatedResponsesConfig(Section):
             yield "environment_p99_s", f"is no 99th percentile above environment_s, {self.environment_s:g}"
         if self.quantiles is not None and self.quantiles != sorted(self.quantiles):
             yield "quantiles", "go from the shortest to the longest"
+        for key in ("median", "p99"):
+            if self.quantiles is not None and getattr(self, key) is not None:
+                yield key, "the quantiles say how long responses are"
 
     @rule
     def _scoring_times(self) -> Mistakes:

@@ -54,7 +54,9 @@ def test_nothing_goes_round_the_checks_of_quantization_and_speculation(engine: s
     with pytest.raises(ConfigError, match=rf"engine_args\.{argument} = .*write it as actor_infer\.strategy\.{key}"):
         load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
     judge = "judges={main: {path: examples/models/tiny, strategy: {engine_args: {quantization: bitsandbytes, speculative_config: {}}}}}"
-    load_config("tiny_grpo", CONFIGS, [judge], further=[engine_arguments_fit])  # a judge's weights stay
+    with pytest.raises(ConfigError) as failure:  # nobody asks it
+        load_config("tiny_grpo", CONFIGS, [judge], further=[engine_arguments_fit])
+    assert not any("engine_args" in problem.path for problem in failure.value.problems), "a judge's weights stay"
 
 
 UNKNOWN = {"vllm": ("block_sise", "did you mean 'block_size'"), "sglang": ("page_sise", "did you mean 'page_size'")}
