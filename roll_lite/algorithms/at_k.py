@@ -31,8 +31,8 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """All arrays have one entry per sample. `answers`: number (from 0) of the answer, equal for equal answers to a prompt; or a
-        sentinel."""
+        """Arrays have one entry per sample. `answers`: number of the sample's answer, from 0, where equal answers to a prompt have equal
+        numbers; NO_ANSWER or READS_NONE if there is none."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]

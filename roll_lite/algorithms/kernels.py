@@ -79,8 +79,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """For rows from `first` up to `stop`, write (advantage - shift) * scale to `out`, and returns to `returns`. If `moments` is not empty,
-    write only the advantages' `row_moments` there instead. Discount: `within` between tokens of one turn, `gamma` between turns. Other
+    """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`. If `moments` is not empty,
+    write only the advantages' `row_moments` there instead. `within`: discount between tokens of a turn; `gamma`: between turns. Other
     arguments as in advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):

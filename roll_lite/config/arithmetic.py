@@ -28,8 +28,8 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""How engines offload. with_copy: weights move to host memory. without_copy: weights are discarded, since the trainer sends them after
-every load."""
+"""Treatment of weights when engines offload. with_copy: move them to host memory. without_copy: discard them, since the trainer sends them
+after every load."""
 
 
 @dataclass(frozen=True)

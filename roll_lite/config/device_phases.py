@@ -1,7 +1,7 @@
-"""Which tensors of each role (weights, optimizer, KV cache, ...) are on the device in each phase.
+"""Table of the tensors (weights, optimizer, KV cache, ...) that each role has on its devices in each phase.
 
-Before generation, engines load weights beside the trainer's. The trainer sends its weights and offloads them, then engines allocate the KV
-cache.
+Before generation, engines load weights while the trainer's are still loaded. The trainer sends its weights and offloads them, then engines
+allocate the KV cache.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ def cut_mini_batches(
     owners: np.ndarray | None = None,
     rows_are_sequences: bool = False,
 ) -> list[MiniBatch]:
-    """In each epoch, shuffle the batch by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0 and
-    empty mini-batches are dropped.
+    """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
+    and empty mini-batches are dropped.
 
     `samples`: row numbers by which mini-batches name their rows. `owners`: number of the sample that each row belongs to; None if every row
-    is a sample of its own. All rows of a sample are in the same mini-batch, and the loss aggregation counts them as one sequence unless
+    is a sample of its own. Rows of a sample share a mini-batch; the loss aggregation counts them as one sequence unless
     `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []

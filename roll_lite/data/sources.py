@@ -38,7 +38,7 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """What `number` counts, from 1: "line" or "row"."""
+    """Unit that `number` counts from 1: "line" or "row"."""
     number: int
     content: dict[str, Any] | str
     """Column -> value. A text says why the row is unreadable or left out."""

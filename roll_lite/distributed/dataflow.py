@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """One data-parallel rank's part of a batch. Per-token columns are references into Ray's object store."""
+    """Part of a batch for one data-parallel rank. Per-token columns are references into Ray's object store."""
 
     rows: DataProto
     keys: tuple[str, ...]

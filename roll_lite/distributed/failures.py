@@ -38,7 +38,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return a copy of the failure that ends the run. It tells the number of restarts and the setting that limits them."""
+        """Return a copy of the failure that ends the run. Its message names the number of restarts and the setting that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())

@@ -21,7 +21,7 @@ SILENCE_SECONDS = 10.0
 
 
 class Member(Protocol):
-    """What a `Fleet` starts, watches and restarts: an engine, reward worker or judge server, of one or several processes."""
+    """Process, or group of processes, that a `Fleet` starts, watches and restarts: an engine, reward worker or judge server."""
 
     name: str
 

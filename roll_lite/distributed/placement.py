@@ -279,7 +279,7 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """Return the GPU of each bundle, which Ray tells only to tasks inside the bundle."""
+    """Return the GPU of each bundle. A task inside each bundle finds it out, since Ray names a bundle's GPU only there."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

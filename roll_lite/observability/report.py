@@ -150,3 +150,5 @@ class LiveReport:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+            for draft in self._folder.glob(".report.html.*"):
+                draft.unlink()

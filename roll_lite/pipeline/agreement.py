@@ -164,7 +164,7 @@ class Agreement:
                 continue
             why, limit = next(iter(exceeded.items()))
             steps = self._exceeded[age, engine] = self._exceeded.get((age, engine), 0) + 1
-            if is_current or steps == LASTING_STEPS or mean > SUDDEN * limit:
+            if is_current or steps >= LASTING_STEPS or mean > SUDDEN * limit:
                 who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
                 lasting = f", in {steps} steps in a row" if steps > 1 else ""
                 raise EnginesDiffer(

@@ -159,7 +159,7 @@ class EngineRestarts:
             if (rests_until := self._rests_until.get(engine)) is not None:
                 if time.monotonic() >= rests_until:
                     del self._rests_until[engine]
-                    self._wait_for_devices(engine)
+                    self._restart_where_free(engine)
                 continue
             start = self._starts.get(engine)
             failure = None if start is None else self._failure(engine, start)
@@ -277,9 +277,9 @@ class EngineRestarts:
                 self._waiting.add(engine)
                 self._journal.engine_left(engine, len(self.replicas.left))
                 self._group.pulses[engine].place = None
-                self._wait_for_devices(engine)
+                self._restart_where_free(engine)
 
-    def _wait_for_devices(self, engine: int) -> None:
+    def _restart_where_free(self, engine: int) -> None:
         """Restart an engine. One that joined during the run (see `most_replicas`) gives up its devices, and its new process waits for free
         devices on any node. Any other engine restarts on its own devices."""
         if (joining := self._joining_of(engine)) is not None:

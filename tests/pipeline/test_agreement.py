@@ -92,6 +92,17 @@ def test_updates_that_move_the_policy_far_are_no_alarm() -> None:
         step(one, version, (mean, 0, version - 2, version - 2))
 
 
+def test_a_lasting_difference_is_told_again_after_a_pause() -> None:
+    one = agreement()
+    for version in range(1, 4):
+        step(one, version, (0.004, 0, version - 1, version - 1))
+    for version in range(4, 6):
+        step(one, version, (0.148, 0, version - 1, version - 1))
+    for steps in (3, 4):
+        with pytest.raises(EnginesDiffer, match=rf", in {steps} steps in a row\n"):
+            step(one, steps + 3, (0.148, 0, steps + 2, steps + 2))
+
+
 def test_few_samples_of_older_weights_say_nothing() -> None:
     one = agreement()
     for version in range(2, 12):

@@ -171,8 +171,8 @@ class AlgorithmConfig(Section):
     sequences of their token means. sequence_mean_token_sum: mean over sequences of their token sums. constant: sequence_mean_token_sum
     divided by aggregation_constant."""
     sequence: Literal["sample", "row"] = "sample"
-    """What `aggregation` counts as a sequence if a sample has several training rows, because an agent's requests branched. sample: all rows
-    of a sample. row: each row."""
+    """Unit that `aggregation` counts as a sequence, if an agent's requests gave a sample several training rows. sample: all rows of a
+    sample together. row: each row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
     kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)

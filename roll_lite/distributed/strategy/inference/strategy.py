@@ -61,6 +61,7 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ life
 
     async def preload(self) -> None:
+        self.make.check_version()
         await self.make.preload()
 
     async def initialize(self) -> None:
