@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ from roll_lite.doctor.command import run_tiny
 from roll_lite.doctor.machine import Diagnosis
 
 
-def doctor(*options: str, files: int | None = None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A temporary folder for the command alone. Its path is short, as Ray's sockets need it."""
+    path = Path(tempfile.mkdtemp(prefix="d-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def doctor(folder: Path, *options: str, files: int | None = None) -> subprocess.CompletedProcess[str]:
     limit = None if files is None else (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)))
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.run(
@@ -27,13 +36,13 @@ def doctor(*options: str, files: int | None = None) -> subprocess.CompletedProce
         preexec_fn=limit,
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)},
         check=False,
     )
 
 
-def left_behind() -> set[Path]:
-    return {path for pattern in ("doctor-*", "rl-*") for path in Path(tempfile.gettempdir()).glob(pattern)}
+def left_behind(folder: Path) -> list[Path]:
+    return [path for pattern in ("doctor-*", "rl-*") for path in folder.glob(pattern)]
 
 
 def test_a_line_for_each_check_and_a_remedy_below(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,29 +95,27 @@ def test_an_interrupted_run_ends_the_command_and_leaves_nothing(monkeypatch: pyt
 
 @pytest.mark.slow
 @pytest.mark.timeout(590)
-def test_a_fault_of_this_machine_is_the_exit_code() -> None:
-    before = left_behind()
-    done = doctor(files=400)
+def test_a_fault_of_this_machine_is_the_exit_code(folder: Path) -> None:
+    done = doctor(folder, files=400)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "fault    open files       400 at most\n" in done.stdout and "Traceback" not in done.stdout + done.stderr
-    assert "own cluster starts in" in done.stdout and left_behind() <= before
+    assert "own cluster starts in" in done.stdout and not left_behind(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(590)
-def test_two_steps_with_each_engine() -> None:
-    before = left_behind()
-    done = doctor("--smoke", "--json")
+def test_two_steps_with_each_engine(folder: Path) -> None:
+    done = doctor(folder, "--smoke", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one["check"]: one for one in json.loads(done.stdout)}
     for engine in ("vllm", "sglang"):
         if found[engine]["value"] != "not installed":
             assert "s for step 2; engine and trainer agree: log-probs differ by " in found[f"smoke {engine}"]["value"]
-    assert left_behind() <= before
+    assert not left_behind(folder)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(590)
-def test_engines_that_start() -> None:
-    done = doctor("--engines")
+def test_engines_that_start(folder: Path) -> None:
+    done = doctor(folder, "--engines")
     assert done.returncode == 0 and "start of " in done.stdout and "agree" not in done.stdout, done.stdout + done.stderr
