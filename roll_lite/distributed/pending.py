@@ -19,6 +19,7 @@ from roll_lite.distributed.liveness import is_stopped, name_of
 from roll_lite.distributed.place import Place, stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
+from roll_lite.distributed.worker import IN_COLLECTIVE
 
 T = TypeVar("T")
 
@@ -205,7 +206,7 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
     dead, _ = ray.wait(list(group.deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False)
     if dead:
         _fail_dead(group, group.deaths[dead[0]], call.phase)
-    note = f"\n\n{_ranks(unanswered)} had not answered yet{_stacks(group, unanswered)}" if unanswered else ""
+    note = f"\n\n{_ranks(unanswered)} had not answered yet{''.join(_stacks(group, unanswered).values())}" if unanswered else ""
     _fail(group, call.rank, call.phase, error, note)
 
 
@@ -263,32 +264,33 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> 
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
-    _end(group, RankFailed(group.name, ranks[0], phase, cause + _stacks(group, ranks) + note, retryable=True))
+    stacks = _stacks(group, ranks)
+    at_fault = next((rank for rank in ranks if IN_COLLECTIVE not in stacks.get(rank, IN_COLLECTIVE)), ranks[0])
+    _end(group, RankFailed(group.name, at_fault, phase, cause + "".join(stacks.values()) + note, retryable=True))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Return stack traces of up to MOST_STACKS ranks. A rank that does not answer the call `stacks` is asked by SIGUSR1."""
+def _stacks(group: RankGroup, stuck: Sequence[int]) -> dict[int, str]:
+    """Return {rank: stack traces} of up to MOST_STACKS ranks. Ranks that wait in no collective come first: the others may wait for them.
+    A rank that does not answer the call `stacks` is asked by SIGUSR1."""
     if not group.deaths:
-        return ""
-    refs = {group.stacks(rank): rank for rank in stuck[:MOST_STACKS]}
+        return {}
+    refs = {group.stacks(rank): rank for rank in stuck}
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STACK_SECONDS)
-    texts = []
-    for ref, rank in refs.items():
-        try:
-            if ref in ready:
-                said = f"stands at\n{ray.get(ref)}"
-            else:
-                place = group.pulses[rank].place
-                known = place.describe() if place is not None else "where its process is, is not known"
-                said = f"does not say where it stands: {known}{_dumped(place, group.log_file(rank))}"
-        except ray.exceptions.RayError:  # the rank is given up anyway
-            continue
-        texts.append(f"\n\nrank {rank} {said}")
-    return "".join(texts)
+    answers = dict[int, str]()
+    for ref in ready:
+        with suppress(ray.exceptions.RayError):  # the rank is given up anyway
+            answers[refs[ref]] = f"stands at\n{ray.get(ref)}"
+    texts = dict[int, str]()
+    for rank in sorted(stuck, key=lambda rank: IN_COLLECTIVE in answers.get(rank, ""))[:MOST_STACKS]:
+        place = group.pulses[rank].place
+        known = place.describe() if place is not None else "where its process is, is not known"
+        said = answers.get(rank) or f"does not say where it stands: {known}{_dumped(place, group.log_file(rank))}"
+        texts[rank] = f"\n\nrank {rank} {said}"
+    return texts
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:

@@ -136,7 +136,9 @@ class ActorMember(ABC):
 
     async def until_lost(self) -> str:
         silent = until_silent(lambda: self.actor.place.remote(), lambda: self.is_busy)
-        return f"{self.name}: {await first_of(silent, self._until_stopped())}"
+        cause = await first_of(silent, self._until_stopped())
+        elsewhere = self._place is not None and self._place.node != ray.get_runtime_context().get_node_id()
+        return f"{self.name}{f' on {self._place.address}' if self._place and elsewhere else ''}: {cause}"
 
     async def _until_stopped(self) -> str:
         """Wait until the process, if on this node, is stopped (SIGSTOP). Needed for busy members, which are not asked for answers."""

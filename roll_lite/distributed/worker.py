@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
+import json
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 ROLE = "ROLL_LITE_ROLE"
 LOG_FILE = "ROLL_LITE_LOG_FILE"
 STACK_FRAMES = 10
+IN_COLLECTIVE = "waits in collective"
 TASKS = 20
 
 
@@ -102,7 +104,7 @@ class Worker:
         return Place.here()
 
     def stacks(self) -> str:
-        return other_stacks()
+        return f"{unfinished_collectives()}{other_stacks()}"
 
 
 class AsyncWorker(Worker):
@@ -181,6 +183,19 @@ def redirect_output() -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
+
+
+def unfinished_collectives() -> str:
+    """Describe collectives that this process has begun, but not finished, by torch's flight recorder (on by default)."""
+    recorder = sys.modules.get("torch._C._distributed_c10d")
+    dumps = [getattr(recorder, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
+    entries = [entry for dump in dumps if dump is not None for entry in json.loads(dump(True, True)).get("entries", [])]
+    return "".join(
+        f"  {IN_COLLECTIVE} {entry['profiling_name']} number {entry['collective_seq_id']} of {' '.join(entry['process_group'])}, "
+        f"sizes {entry['input_sizes']}\n"
+        for entry in entries
+        if not entry["retired"]
+    )
 
 
 def other_stacks() -> str:

@@ -13,6 +13,7 @@ from roll_lite.config.arithmetic import generates, infer_dtype, trains
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.pipeline.clusters import Model
 from roll_lite.workers.model import ModelWorker
@@ -73,9 +74,12 @@ def compare_replicas(model: Model[Any], step: int) -> None:
             ranks.setdefault(name, {}).setdefault(digest, []).append(rank)
     wrong = {name: list(by_digest.values()) for name, by_digest in ranks.items() if len(by_digest) > 1}
     for name, groups in wrong.items():
-        held = " and ".join(f"rank{'s' * (len(group) > 1)} {', '.join(map(str, group))}" for group in groups)
+        role = model.ranks.name
+        held = " and ".join(
+            f"rank{'s' * (len(group) > 1)} {', '.join(f'{rank}{WATCH.where(role, rank)}' for rank in group)}" for group in groups
+        )
         raise DifferentModels(
-            f"{model.ranks.name}: data-parallel replicas hold different weights after step {step}: {held} differ in {name}, "
+            f"{role}: data-parallel replicas hold different weights after step {step}: {held} differ in {name}, "
             f"{len(wrong)} of {len(ranks)} tensors differ; memory or a device of one of them is likely faulty"
         )
 
@@ -165,7 +169,7 @@ class Agreement:
             why, limit = next(iter(exceeded.items()))
             steps = self._exceeded[age, engine] = self._exceeded.get((age, engine), 0) + 1
             if is_current or steps >= LASTING_STEPS or mean > SUDDEN * limit:
-                who = f"actor_infer[{engine}]" if engine >= 0 else "several engines"
+                who = f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}" if engine >= 0 else "several engines"
                 lasting = f", in {steps} steps in a row" if steps > 1 else ""
                 raise EnginesDiffer(
                     f"{who}, weights of version {version - age[1]}: log-probs of {tokens} tokens differ from the trainer's by "

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed, Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
@@ -206,11 +207,11 @@ class WeightSync:
             sent |= owned
         asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         for engine, held in asked.result().items():
-            require_equal(sent, held, engine, version)
+            require_equal(sent, held, f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}", version)
             self._verified[engine] += 1
 
 
 def _broken(engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]) -> dict[str, Transferred]:
-    answered = {f"actor_infer[{call.rank}]": call.value for call in engines.calls if not call.lost}
-    answered |= {f"actor_train rank {call.rank}": call.value for call in trainers.calls}
+    answered = {f"actor_infer[{call.rank}]{WATCH.where('actor_infer', call.rank)}": call.value for call in engines.calls if not call.lost}
+    answered |= {f"actor_train rank {call.rank}{WATCH.where('actor_train', call.rank)}": call.value for call in trainers.calls}
     return {name: one for name, one in answered.items() if one is not None and one.failure is not None}

@@ -121,6 +121,27 @@ def test_from_a_copy_in_memory_no_step_is_repeated(tmp_path: Path, method: str, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+def test_a_rank_that_hangs_in_a_step_is_found_though_all_answer(tmp_path: Path, undisturbed: Any) -> None:
+    """The other rank waits for it in a collective of gloo's. Both are shown with their stacks."""
+    settings = ["tiny_grpo", *SETTINGS, "actor_train.devices=2", "algorithm.mini_batches=1", "steps=7", "limits.train=15"]
+    quiet = undisturbed(*settings)
+    path = os.pathsep.join([str(DIES_IN_A_CALL), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hangs = {"DIES_MARK": str(tmp_path / "hangs"), "DIES_IN": "train_step", "DIES_AT_CALL": "5", "HANGS": "1", "PYTHONPATH": path}
+    with Run(tmp_path / "disturbed", *settings, environment=hangs) as run:
+        processes = run.tree()
+        output = disturbed(run, [], 7, further=1)
+        assert_equal(run, quiet)
+        blamed, waiting = re.split(r"rank 0 stands at", (run.folder / "failure.txt").read_text())
+    assert "actor_train rank 1 is lost in train: no answer after 15 s from ranks 0, 1" in " ".join(output.split())
+    assert f"{DIES_IN_A_CALL}/sitecustomize.py" in blamed and "waits in" not in blamed
+    assert re.search(r"waits in collective gloo:\w+ number \d+ of \d+ DATA_PARALLEL", waiting) and "in finalize_model_grads" in waiting, (
+        waiting
+    )
+    assert until_gone(processes, 60) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("early", [[], ["rollout.stream_log_probs=true"]], ids=["", "with early passes"])
 def test_an_asynchronous_run_loses_no_prompt(tmp_path: Path, early: list[str]) -> None:
     settings = ["rollout.prompts_per_step=8", "checkpoint.every=5", "limits.silence=10", "rollout.restarts=10", "actor_train.restarts=10"]

@@ -18,7 +18,7 @@ from tests.integration.test_runs import Run
 
 FOLDER = Path(__file__).parent / "wrong_weights"
 UPDATE = 2
-BY_CHECKSUM = rf"engine {{engine}} does not hold version {UPDATE} after its update: \d+ of \d+ compared tensors differ"
+BY_CHECKSUM = rf"actor_infer\[{{engine}}\] does not hold version {UPDATE} after its update: \d+ of \d+ compared tensors differ"
 BY_LOG_PROBS = (
     rf"actor_infer\[{{engine}}\], weights of version {UPDATE}: log-probs of \d+ tokens differ from the trainer's by [\d.e-]+ nats"
 )
@@ -38,6 +38,8 @@ SLOW, NIGHTLY = (pytest.mark.slow,), (pytest.mark.slow, pytest.mark.nightly)
         pytest.param("vllm", "negated", "none", 1, BY_LOG_PROBS, marks=SLOW),
         pytest.param("sglang", "stale", "auto", 1, BY_CHECKSUM, marks=NIGHTLY),
         pytest.param("sglang", "negated", "none", 0, BY_LOG_PROBS, marks=NIGHTLY),
+        pytest.param("vllm", "negated", "auto", 1, BY_CHECKSUM, marks=NIGHTLY),
+        pytest.param("sglang", "negated", "auto", 1, BY_CHECKSUM, marks=NIGHTLY),
         pytest.param("vllm", "stale", "auto", 0, BY_CHECKSUM, marks=NIGHTLY),
         pytest.param("vllm", "stale", "none", 1, BY_LOG_PROBS, marks=NIGHTLY),
     ],
@@ -60,6 +62,22 @@ def test_wrong_weights_are_named_at_the_update_that_brought_them(
     summary = json.loads((run.folder / "summary.json").read_text())
     assert summary["steps"] == UPDATE and summary["exit"].startswith("failed: "), "nothing trained on what it sampled"
     assert sorted(one.name for one in run.folder.glob("checkpoints/step_*")) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+@pytest.mark.parametrize(("verify", "says"), [("none", BY_LOG_PROBS), ("auto", BY_CHECKSUM)])
+def test_wrong_weights_in_one_of_two_tensor_parallel_workers(make: Make, verify: str, says: str, tmp_path: Path) -> None:
+    """Member 2 of the transfer group, which WRONG_ENGINE calls 1, is the second worker of the only engine."""
+    require(make)
+    path = os.pathsep.join([str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
+    wrong = {"WRONG_HOW": "negated", "WRONG_FROM_UPDATE": str(UPDATE), "WRONG_ENGINE": "1", "PYTHONPATH": path}
+    engine = [f"actor_infer.strategy={{name: {make}, tensor_parallel: 2}}", "actor_infer.devices=2"]
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *engine, f"weight_sync.verify={verify}", "steps=5", environment=wrong) as run:
+        code, output = run.finish(400)
+    assert code == 1 and re.search(says.format(engine=0), output), output
+    assert json.loads((run.folder / "summary.json").read_text())["steps"] == UPDATE
 
 
 @pytest.mark.nightly

@@ -117,6 +117,12 @@ class Collective(Worker):
                 os.kill(os.getpid(), signal.SIGKILL)
         return self.reduce()
 
+    def hang_before_a_collective(self) -> float:
+        """Rank 1 never comes, the others wait for it."""
+        if self.rank == 1:
+            threading.Event().wait()
+        return self.reduce()
+
     def hang_with_the_lock(self) -> float:
         """Rank 1 keeps Python's lock for ever, the others wait for it."""
         if self.rank == 1:

@@ -90,7 +90,7 @@ def update(engines: Cluster[InferWorker], seed: int) -> None:
         assert updated.failure is None, updated.failure
         sending.result(PATIENCE_S)
     held = engines.one(InferWorker.weight_checksums, list(trainer.state))
-    require_equal({name: checksum(tensor) for name, tensor in trainer.state.items()}, held, 0, 1)
+    require_equal({name: checksum(tensor) for name, tensor in trainer.state.items()}, held, "actor_infer[0]", 1)
     sender.leave()
 
 

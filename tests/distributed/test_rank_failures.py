@@ -92,6 +92,20 @@ def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None
     cluster.shutdown()
 
 
+def test_a_rank_that_never_comes_to_a_collective_is_blamed_and_the_collective_is_named(ray_local: object, tmp: Path) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(3), log_folder=tmp), Collective)
+    assert cluster.all(Collective.reduce) == [3.0] * 3
+    cluster.group.timeout_s = 2.0
+    with pytest.raises(RankFailed) as caught:
+        cluster.all(Collective.hang_before_a_collective)
+    cause = caught.value.cause
+    assert caught.value.rank == 1 and cause.startswith("no answer after 2 s from ranks 0, 1, 2"), cause
+    blamed, *others = cause.split("\n\nrank ")[1:]
+    assert blamed.startswith("1 stands at\n") and "in hang_before_a_collective" in blamed and "waits in" not in blamed
+    for rank, waiting in zip((0, 2), others, strict=True):
+        assert waiting.startswith(f"{rank} stands at\n  waits in collective gloo:all_reduce number 2 of 0 default_pg, sizes [[1]]\n")
+
+
 def test_a_rank_that_never_releases_the_lock_says_where_it_stands_and_so_do_the_others(ray_local: object, tmp: Path) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
     processes_of(cluster)

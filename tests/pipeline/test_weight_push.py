@@ -165,7 +165,7 @@ def test_an_engines_first_updates_are_compared_wholly_and_later_ones_by_samples(
 def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:
     made = sync("2")
     with pytest.raises(
-        RuntimeError, match="engine 0 does not hold version 3 after its update: 1 of 1 compared tensors differ, among them a"
+        RuntimeError, match=r"actor_infer\[0\] does not hold version 3 after its update: 1 of 1 compared tensors differ, among them a"
     ):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls

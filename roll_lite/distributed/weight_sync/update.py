@@ -117,10 +117,10 @@ def _weights(device: torch.device) -> torch.Tensor:
     return factors | 1
 
 
-def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
+def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: str, version: int) -> None:
     wrong = sorted(name for name, digest in sent.items() if held.get(name) != digest)
     if wrong:
         raise RuntimeError(
-            f"weight_sync: engine {engine} does not hold version {version} after its update: "
+            f"weight_sync: {engine} does not hold version {version} after its update: "
             f"{len(wrong)} of {len(sent)} compared tensors differ, among them {', '.join(wrong[:5])}"
         )

@@ -1,17 +1,18 @@
 """Python runs this in every process that finds it on its path: the second training rank dies in a call to its strategy, a second after the
-call began, when the first rank may have answered."""
+call began, when the first rank may have answered; or it stays in the call for ever, and the first rank waits for it in a collective."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-MARK, METHOD, CALL = "DIES_MARK", "DIES_IN", "DIES_AT_CALL"
-"""Variables: a file, which the rank makes when it dies; method of the strategy; number of the call."""
+MARK, METHOD, CALL, HANGS = "DIES_MARK", "DIES_IN", "DIES_AT_CALL", "HANGS"
+"""Variables: a file, which the rank makes when it dies; method of the strategy; number of the call; set if the rank hangs instead."""
 OTHERS_S = 1.0
 
 
@@ -24,6 +25,8 @@ def _change(strategy: Any) -> None:
         calls += 1
         if self.layout.rank == 1 and calls == int(os.environ[CALL]) and not Path(os.environ[MARK]).exists():
             Path(os.environ[MARK]).touch()
+            if HANGS in os.environ:
+                threading.Event().wait()
             time.sleep(OTHERS_S)
             os.kill(os.getpid(), signal.SIGKILL)
         return method(self, *args, **kwargs)

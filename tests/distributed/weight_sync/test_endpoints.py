@@ -197,9 +197,9 @@ def test_what_engines_of_fewer_bits_get_is_cast_before_it_is_sent_and_compared()
         future.result(20)
     assert_equal(worker.model, {name: tensor.bfloat16() for name, tensor in run.state.items()})
     sent = {name: one for sender in run.senders for name, one in sender.checksums(list(run.state)).items()}
-    require_equal(sent, {name: checksum(tensor) for name, tensor in worker.model.items()}, engine=0, version=1)
+    require_equal(sent, {name: checksum(tensor) for name, tensor in worker.model.items()}, engine="actor_infer[0]", version=1)
     with pytest.raises(RuntimeError, match="4 of 4 compared tensors differ"):
-        require_equal(sent, {name: checksum(tensor) for name, tensor in run.state.items()}, engine=0, version=1)
+        require_equal(sent, {name: checksum(tensor) for name, tensor in run.state.items()}, engine="actor_infer[0]", version=1)
 
 
 def test_only_buckets_of_which_something_is_compared_are_gathered() -> None:
@@ -218,11 +218,11 @@ def test_checksums_of_all_ranks_are_those_of_the_model() -> None:
         sent |= sender.checksums(list(run.state))
     held = {name: checksum(tensor) for name, tensor in run.state.items()}
     assert sent == held
-    require_equal(sent, held, engine=1, version=3)
+    require_equal(sent, held, engine="actor_infer[1]", version=3)
     with pytest.raises(
-        RuntimeError, match="engine 1 does not hold version 3 after its update: 1 of 4 compared tensors differ, among them b"
+        RuntimeError, match=r"actor_infer\[1\] does not hold version 3 after its update: 1 of 4 compared tensors differ, among them b"
     ):
-        require_equal(sent, held | {"b": "other"}, engine=1, version=3)
+        require_equal(sent, held | {"b": "other"}, engine="actor_infer[1]", version=3)
 
 
 @pytest.mark.usefixtures("machines")
