@@ -268,6 +268,10 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
+    # Ray must not print what its servers report (a worker's death), nor errors of calls whose result nobody wants any more (a replaced
+    # engine's): the run tells what matters, and Ray's logs have it.
+    ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
     with changed_environment(environment, without=("RAY_ADDRESS",)), limit:
         yield
 

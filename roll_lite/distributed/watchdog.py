@@ -97,7 +97,7 @@ class Watchdog:
 
     def preempted_for(self, seconds: float) -> float:
         assert self.preempted_at is not None
-        return max(LEAST_SECONDS, self.preempted_at + seconds - time.monotonic())
+        return max(LEAST_SECONDS, round(self.preempted_at + seconds - time.monotonic(), 1))
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:

@@ -17,6 +17,8 @@ from roll_lite.distributed.session_guard import SHARED
 
 LEAST_FILES = 512
 """Open files that a process of a small run may need."""
+SPARE_FILES = 64
+"""Files that the driver keeps open until it fails, so that it can still record why and clean up if too many files are open."""
 LEAST_SHARED = 16 << 20
 """Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
 
@@ -36,15 +38,18 @@ class Shortages:
 
     def __init__(self) -> None:
         self._killed = killed_for_memory()
+        self._spare_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES)]
 
     def behind(self, error: Exception) -> str:
-        """Return sentences on likely causes of a failure; empty without a sign of shortage."""
+        """Return sentences on likely causes of a failure; empty without a sign of shortage. Release the spare files."""
+        while self._spare_files:
+            os.close(self._spare_files.pop())
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"
         if shutil.disk_usage(SHARED).free < 1 << 20:
             found += f". {SHARED}, where Ray keeps objects, is full: remove files there, or enlarge it"
-        if killed := killed_for_memory() - self._killed:
+        if (killed := killed_for_memory() - self._killed) > 0:
             found += f". Memory was short: the kernel has killed {killed} processes on the driver's machine since the run's start"
         return found
 

@@ -1,8 +1,10 @@
-"""Whole runs in which engines are killed or stopped: new ones take their places, get the weights, and serve."""
+"""Whole runs in which engines are killed or stopped, or raise: new ones take their places, get the weights, and serve."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from tests.integration.test_lost_engines import GROUPS, SAMPLES, SETTINGS, hosts
 from tests.integration.test_runs import ROOT, Run, until_gone
 
 NIGHTLY = pytest.mark.nightly
+RAISES = Path(__file__).parent / "engine_raises"
 RETURNED = r"actor_infer\[(\d)\] serves again, (\d+) s after its loss, with the weights of version (\d+)"
 
 
@@ -25,10 +28,11 @@ RETURNED = r"actor_infer\[(\d)\] serves again, (\d+) s after its loss, with the 
 def begun(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     with ExitStack() as runs:
 
-        def begin(make: Make, *overrides: str) -> Run:
+        def begin(make: Make, *overrides: str, environment: dict[str, str] | None = None) -> Run:
             require(make)
             settings = [setting for setting in SETTINGS if "restarts" not in setting]
-            run = runs.enter_context(Run(tmp_path, "tiny_grpo", *settings, f"actor_infer.strategy={make}", *overrides))
+            overrides = (*settings, f"actor_infer.strategy={make}", *overrides)
+            run = runs.enter_context(Run(tmp_path, "tiny_grpo", *overrides, environment=environment))
             run.wait_for_step(2)
             return run
 
@@ -81,6 +85,25 @@ def test_a_step_waits_for_the_successor_of_the_only_engine(begun: Any, make: Mak
     steps = whole(run)
     assert len(steps) == 8 and sum(record["rollout/engines_lost"] for record in steps) == 1
     assert until_gone(processes, 60) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.usefixtures("signals_arrive")
+def test_an_engine_that_raises_while_it_generates_is_replaced(begun: Any, make: Make, engines: int, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(RAISES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"RAISES_MARK": str(tmp_path / "raised"), "RAISES_IN_PASS": "90", "PYTHONPATH": path}
+    run = begun(make, f"actor_infer.devices={engines}", "steps=100000", environment=environment)
+    wait_until(run, lambda: any(step.get("rollout/engines_returned") for step in steps_of(run)), 200)
+    run.process.send_signal(signal.SIGINT)
+    code, output = run.finish(120)
+    assert code == 130 and (tmp_path / "raised").exists(), output
+    assert len(told(output)) == 1 and len(re.findall(RETURNED, output)) == 1 and "Unhandled error" not in output, output
+    assert sum(record["rollout/engines_lost"] for record in whole(run)) == 1
+    logs = "".join(log.read_text(errors="replace") for log in run.folder.glob("logs/actor_infer*"))
+    assert "ArithmeticError: a kernel failed" in logs, "the cause is in the engine's log"
 
 
 @pytest.mark.nightly

@@ -1,9 +1,10 @@
-"""Runs on a machine that is suspended, whose clock jumps, or that has too little memory or read-only folders. test_full_disk.py has full
-disks, tests/pipeline/test_shortages.py what is checked before a run starts."""
+"""Runs on a machine that is suspended, whose clock jumps, that has too little memory, shared memory or files, or read-only folders.
+test_full_disk.py has full disks, tests/pipeline/test_shortages.py what is checked before a run starts."""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from engine_harness import require
 from roll_lite.pipeline.checkpoint_files import check_sums, finished_checkpoints, read_list, record
 from tests.chaos.test_engine_restarts import whole
 from tests.integration.test_lost_engines import SETTINGS
-from tests.integration.test_runs import SMALL, Run
+from tests.integration.test_runs import SMALL, Run, command_of, until_gone, worker
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -112,3 +113,55 @@ def test_a_process_that_was_killed_for_want_of_memory_is_told(tmp_path: Path) ->
         group.rmdir()
     assert code == 1 and "Memory was short: the kernel has killed" in output, output
     assert "Memory was short: the kernel has killed" in run.summary()["exit"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["", "RolloutWorker", "ActorWorker"])
+def test_a_process_that_may_open_no_more_files_ends_the_run_with_the_remedy(tmp_path: Path, name: str) -> None:
+    """The driver (no name) has spare files, to record the end and to clean up."""
+    require("vllm")
+    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=100000", "checkpoint.every=1") as run:
+        run.wait_for_step(3)
+        processes = run.tree()
+        process = worker(processes, name) if name else psutil.Process(run.process.pid)
+        files = process.num_fds()
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (files, files))
+        code, output = run.finish()
+    told = [line for line in output.splitlines() if line.startswith("the run failed: ")]
+    assert code == 1 and len(told) == 1 and "Too many open files" in told[0] and "raise the limit (ulimit -n 65536)" in told[0], output
+    assert all(noise not in output for noise in ("Traceback", "(raylet)", "cleaning up failed", "the kernel has killed")), output
+    assert "raise the limit (ulimit -n 65536)" in run.summary()["exit"] and (run.folder / "failure.txt").stat().st_size
+    assert f"step_{newest_is_whole(run.folder):06d}" in output.splitlines()[-1]
+    assert until_gone(processes, 60) == []
+
+
+SMALL_SHARED = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=3g tmpfs /dev/shm && exec "$@"', "sh"]
+"""Gives the command that follows a /dev/shm of its own, large enough for Ray to keep objects there."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_full_shared_memory_costs_an_engine_nothing_and_a_copy_of_weights_the_run(tmp_path: Path, copies: int) -> None:
+    """Without copies nothing new goes to /dev/shm, not even at an engine's restart. Copies kill Ray's raylet, and the run says why."""
+    require("vllm")
+    settings = ["rollout.prompts_per_step=8", "actor_train.devices=2", f"checkpoint.in_memory_every={copies}", "checkpoint.every=1"]
+    with Run(tmp_path, "tiny_grpo", *SMALL, *settings, "steps=14", prefix=SMALL_SHARED) as run:
+        run.wait_for_step(3)
+        processes = run.tree()
+        with pytest.raises(OSError, match="No space left"), Path(f"/proc/{run.process.pid}/root/dev/shm/filler").open("wb") as filler:
+            while True:
+                filler.write(bytes(1 << 20))
+        if not copies:
+            for process in processes:
+                if "EngineCore" in " ".join(command_of(process)):
+                    process.kill()
+        code, output = run.finish()
+    assert "Traceback" not in output and "Unhandled error" not in output, output
+    if copies:
+        assert code == 1 and "/dev/shm, where Ray keeps objects, is full: remove files there, or enlarge it" in run.summary()["exit"], (
+            output
+        )
+        assert f"step_{newest_is_whole(run.folder):06d}" in output.splitlines()[-1]
+    else:
+        assert code == 0 and "actor_infer[0] serves again" in output and len(whole(run)) == 14, output
+    assert until_gone(processes, 60) == []

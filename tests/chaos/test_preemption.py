@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from roll_lite.pipeline.checkpoint_files import finished_checkpoints
-from tests.chaos.test_training_ranks import SETTINGS, assert_equal
+from tests.chaos.test_training_ranks import DIES_IN_A_CALL, SETTINGS, assert_equal
 from tests.integration.test_lost_in_sync import DIES
 from tests.integration.test_runs import Run, until_gone
 
@@ -76,3 +77,25 @@ def test_a_run_saves_its_state_in_the_middle_of_an_update_of_weights(tmp_path: P
         code, output = run.finish(100)
     assert code == PREEMPTED and "SIGTERM: saved the state after step 2" in output, output
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("signals_arrive")
+def test_a_save_that_exceeds_the_deadline_is_told_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    """A rank hangs as it saves. The run does not start it again, since nobody would wait for that."""
+    path = os.pathsep.join([str(DIES_IN_A_CALL), *filter(None, [os.environ.get("PYTHONPATH")])])
+    hangs = {"DIES_MARK": str(tmp_path / "hangs"), "DIES_IN": "save_checkpoint", "DIES_AT_CALL": "2", "HANGS": "1", "PYTHONPATH": path}
+    settings = ["actor_train.devices=2", "steps=1000", "checkpoint.every=3", "checkpoint.on_sigterm_s=6"]
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *settings, environment=hangs) as run:
+        run.wait_for_step(5)
+        processes = run.tree()
+        started = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish(100)
+        seconds = time.monotonic() - started
+    assert code == 1 and re.search(r"checkpoint.on_sigterm_s: [56](\.\d+)? s", output) and "starts again" not in output, output
+    assert seconds < 30 and (tmp_path / "hangs").exists()
+    assert [saved.name for saved in finished_checkpoints(run.folder)] == ["step_000003"]
+    assert "step_000003" in output.splitlines()[-1] and until_gone(processes, 60) == []

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -34,9 +34,13 @@ ENGINES = ("vllm", pytest.param("sglang", marks=pytest.mark.nightly))
 class Run:
     """A run in a process of its own."""
 
-    def __init__(self, folder: Path, config: str, *overrides: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, config: str, *overrides: str, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: a command that executes the rest of its line."""
         self.run_dir = folder / "runs"
-        command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", config, f"run_dir={self.run_dir}", *overrides]
+        script = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", config]
+        command = [*prefix, *script, f"run_dir={self.run_dir}", *overrides]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
