@@ -72,7 +72,7 @@ test-adapters: $(ADAPTERS)/.installed  ## Environments, tools, clients and track
 $(ADAPTERS)/.installed: requirements/adapters.lock $(STAMP)
 	@echo "Installing into $(ADAPTERS) (1 minute, once)"
 	@$(VENV)/bin/python -m venv --clear $(ADAPTERS)
-	@$(VENV)/bin/python $(SITE) > $$($(ADAPTERS)/bin/python $(SITE))/pinned.pth
+	@($(VENV)/bin/python $(SITE); echo $(CURDIR)) > $$($(ADAPTERS)/bin/python $(SITE))/pinned.pth
 	@$(ADAPTERS)/bin/python -m pip --disable-pip-version-check -qq install --no-deps -r requirements/adapters.lock
 	@touch $@
 
