@@ -31,14 +31,14 @@ from roll_lite.config.compose.layers import compose, find
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives, parse_override
 from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
-from roll_lite.config.problems import ConfigError, Missing, Problem, hidden
+from roll_lite.config.problems import ConfigError, Missing, Problem, did_you_mean, hidden
 from roll_lite.config.schema.base import LATEST, Refused, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.environments.check import check_environments
-from roll_lite.files import CONFIGS, STARTERS, absolute_path, kind_of, read_text
+from roll_lite.files import CONFIGS, DOCS, STARTERS, absolute_path, kind_of, read_text
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
@@ -353,6 +353,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
+    parser.epilog = "To begin: `roll-lite init` writes a folder that trains at once; `roll-lite docs quick_start` goes through it."
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
@@ -412,6 +413,10 @@ def _further_commands(commands: Any) -> None:
     recipes = sorted(path.name for path in STARTERS.iterdir())
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
+    help_text = "print a page of the documentation, or list all pages"
+    command = commands.add_parser("docs", help=help_text, description=help_text)
+    command.set_defaults(act=_docs)
+    command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
     _doctor_options(commands)
     _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
@@ -455,6 +460,20 @@ def _doctor(parsed: argparse.Namespace) -> int:
         return answer(parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _docs(parsed: argparse.Namespace) -> int:
+    pages = {file.stem: file for file in sorted(DOCS.glob("*.md"))}
+    if parsed.page is None:
+        width = max(map(len, pages))
+        titles = {name: read_text(file).splitlines()[0].removeprefix("# ") for name, file in pages.items()}
+        sys.stdout.writelines(f"{name:{width}}  {title}\n" for name, title in titles.items())
+    elif (file := pages.get(Path(parsed.page).stem)) is not None:
+        sys.stdout.write(read_text(file))
+    else:
+        sys.stderr.write(f"{parsed.page}: no such page; {did_you_mean(parsed.page, pages)}\n")
+        return WRONG_CONFIGURATION
+    return 0
 
 
 def _init(parsed: argparse.Namespace) -> int:

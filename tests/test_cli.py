@@ -453,7 +453,9 @@ def test_without_steps_a_check_shows_the_arithmetic_of_one(capsys: pytest.Captur
 
 
 def test_batches_that_cannot_be_recomputed_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    note = "note: batches.write: always: examples/recompute.py will refuse these batches, it has no formula for model.dtype: bfloat16"
+    note = (
+        "note: batches.write: always: roll_lite.examples.recompute will refuse these batches, it has no formula for model.dtype: bfloat16"
+    )
     for write, told in (("always", True), ("auto", False)):
         assert main(["check", "-cn", "tiny_grpo", "model.dtype=bfloat16", f"batches.write={write}"]) == 0
         assert (note in capsys.readouterr().err) == told
