@@ -13,8 +13,9 @@ WORKDIR /opt/roll_lite
 COPY requirements/cuda-vllm.lock requirements/
 RUN python3.12 -m venv /opt/venv && pip install --no-cache-dir --no-deps -r requirements/cuda-vllm.lock
 
-# roll_lite/examples is a link to examples/.
+# roll_lite/examples and roll_lite/docs are links to examples/ and docs/.
 COPY pyproject.toml README.md LICENSE ./
+COPY docs docs
 COPY examples examples
 COPY roll_lite roll_lite
 RUN pip install --no-cache-dir --no-deps --no-build-isolation . && roll-lite --version

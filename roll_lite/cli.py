@@ -6,16 +6,16 @@ import argparse
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,14 @@ from roll_lite.config.compose.layers import compose, find
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives, parse_override
 from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
-from roll_lite.config.problems import ConfigError, Missing, Problem, hidden
-from roll_lite.config.schema.base import Refused, readable
+from roll_lite.config.problems import ConfigError, Missing, Problem, did_you_mean, hidden
+from roll_lite.config.schema.base import LATEST, Refused, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import check_data
 from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.environments.check import check_environments
-from roll_lite.files import CONFIGS, STARTERS, absolute_path, read_text
+from roll_lite.files import CONFIGS, DOCS, STARTERS, absolute_path, kind_of, read_text
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
@@ -195,8 +195,8 @@ def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
 def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     from roll_lite.pipeline.sweep import Choice, run_each
 
-    values = [_alternatives(parsed.config_name, text) for text in overrides]
-    if (count := prod(map(len, values))) > MOST_RUNS:
+    values = [list(map(_fixed, _alternatives(parsed.config_name, text))) for text in overrides]
+    if (count := math.prod(map(len, values))) > MOST_RUNS:
         longest = max(values, key=len)[0].partition("=")[0]
         message = f"these are {count:,} runs; at most {MOST_RUNS:,} are started: give {longest} and others fewer values"
         raise ConfigError(parsed.config_name, [Problem("--multirun", message)])
@@ -219,6 +219,13 @@ def _alternatives(name: str, override: str) -> list[str]:
         return alternatives(override)
     except ValueError as error:
         raise ConfigError(name, [Problem(override, str(error), source=COMMAND_LINE)]) from None
+
+
+def _fixed(override: str) -> str:
+    """Replace a path through the link `latest`, which leads to another run once the sweep's first run has started."""
+    key, sign, value = override.partition("=")
+    path = Path(value)
+    return f"{key}={path.resolve()}" if sign and LATEST in path.parts and kind_of(path) else override
 
 
 def _submit(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -346,6 +353,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
+    parser.epilog = "To begin: `roll-lite init` writes a folder that trains at once; `roll-lite docs quick_start` goes through it."
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
@@ -405,6 +413,10 @@ def _further_commands(commands: Any) -> None:
     recipes = sorted(path.name for path in STARTERS.iterdir())
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
+    help_text = "print a page of the documentation, or list all pages"
+    command = commands.add_parser("docs", help=help_text, description=help_text)
+    command.set_defaults(act=_docs)
+    command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
     _doctor_options(commands)
     _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
@@ -423,7 +435,7 @@ def _further_commands(commands: Any) -> None:
         command.add_argument("runs", nargs="*", type=Path, metavar="RUN", default=[Path(default)], help=text)
         if name == "view":
             command.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, for this machine only)")
-            command.add_argument("--port", type=int, default=8700, help="0: any that is free (default: %(default)s)")
+            command.add_argument("--port", type=_number(0, 65535), default=8700, help="0: any that is free (default: %(default)s)")
 
 
 def _doctor_options(commands: Any) -> None:
@@ -448,6 +460,20 @@ def _doctor(parsed: argparse.Namespace) -> int:
         return answer(parsed)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _docs(parsed: argparse.Namespace) -> int:
+    pages = {file.stem: file for file in sorted(DOCS.glob("*.md"))}
+    if parsed.page is None:
+        width = max(map(len, pages))
+        titles = {name: read_text(file).splitlines()[0].removeprefix("# ") for name, file in pages.items()}
+        sys.stdout.writelines(f"{name:{width}}  {title}\n" for name, title in titles.items())
+    elif (file := pages.get(Path(parsed.page).stem)) is not None:
+        sys.stdout.write(read_text(file))
+    else:
+        sys.stderr.write(f"{parsed.page}: no such page; {did_you_mean(parsed.page, pages)}\n")
+        return WRONG_CONFIGURATION
+    return 0
 
 
 def _init(parsed: argparse.Namespace) -> int:
@@ -508,16 +534,21 @@ def _variable(name: str) -> str:
     return name
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number of samples; write 0 for all of them, or a positive one")
-    return int(text)
+def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text}: expected a whole number from {least}{f' to {most}' if most < math.inf else ''}")
+        return int(text)
+
+    return read
 
 
 def _reward_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
     command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
-    command.add_argument("--limit", type=_count, default=20, help="how many samples; 0 for all (default: %(default)s)")
+    command.add_argument("--limit", type=_number(0), default=20, help="how many samples; 0 for all (default: %(default)s)")
     source = command.add_mutually_exclusive_group()
     source.add_argument(
         "--responses",
@@ -526,7 +557,7 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
         "or the samples of a run, runs/NAME/samples/step_000001.jsonl",
     )
     command.add_argument(
-        "--episodes", type=_count, metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
+        "--episodes", type=_number(1), metavar="N", help="play N episodes of a domain with an environment, with the model, and show them"
     )
     source.add_argument("--column", help="take the responses from this column of the domain's data")
 
@@ -535,7 +566,7 @@ def _plan_options(command: argparse.ArgumentParser) -> None:
     devices = ("A100", "H100", "H200", "B200", "MI300X")
     command.add_argument("--device", choices=devices, default="H100", help="the kind of device (default: %(default)s)")
     command.add_argument("--model", help="a folder with config.json, or a public model's name, if model.path is not here")
-    command.add_argument("--search", type=_count, metavar="N", help="try layouts on N devices and list the fastest that fit")
+    command.add_argument("--search", type=_number(1), metavar="N", help="try layouts on N devices and list the fastest that fit")
     command.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 

@@ -25,6 +25,8 @@ EXAMPLES = (Path(__file__).parent / "examples").resolve()
 CONFIGS = EXAMPLES / "configs"
 STARTERS = EXAMPLES / "starters"
 """Folders that `roll-lite init` copies."""
+DOCS = Path(__file__).parent / "docs"
+"""Pages of the documentation. In a checkout, a link to docs/."""
 
 LARGEST = 1 << 30
 """Maximum bytes of a file read as a whole."""

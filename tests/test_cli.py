@@ -242,6 +242,18 @@ sys.exit(3 if given["seed"] == "2" else 0)
     assert rows[3][3:5] == ["3", "completed"] and rows[0][6:9] == ["25.0%", "->", "?"] and rows[2][-1] == str(tmp_path / "tiny/2ppo")
 
 
+def test_models_of_the_latest_run_stay_those_while_several_are_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first evaluation is itself the newest run; the second must not look for a model there."""
+    run = tmp_path / "runs/demo/first"
+    shutil.copytree(ROOT / "examples/models/tiny", run / "model")
+    (tmp_path / "runs/latest").symlink_to(run)
+    started: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "run_forwarding_signals", lambda command: started.append(command[-1]) or 0)
+    main(["evaluate", "examples/models/tiny", "runs/latest/model", "-cn", "tiny_grpo"])
+    assert started == ["model.path=examples/models/tiny", f"model.path={run}/model"]
+
+
 def test_nothing_of_a_sweep_runs_where_one_combination_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,10 +266,19 @@ def test_nothing_of_a_sweep_runs_where_one_combination_is_wrong(
     assert "steps = 0" in capsys.readouterr().err
 
 
-def test_a_number_of_samples_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["reward", "-cn", "tiny_grpo", "--limit", "-5"], "--limit: -5: expected a whole number from 0\n"),
+        (["reward", "-cn", "tiny_grpo", "--episodes", "0"], "--episodes: 0: expected a whole number from 1\n"),
+        (["plan", "-cn", "tiny_grpo", "--search", "many"], "--search: many: expected a whole number from 1\n"),
+        (["view", "--port", "99999"], "--port: 99999: expected a whole number from 0 to 65535\n"),
+    ],
+)
+def test_numbers_of_options_are_checked(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["reward", "-cn", "tiny_grpo", "--limit", "-5"])
-    assert "write 0 for all of them" in capsys.readouterr().err
+        main(arguments)
+    assert capsys.readouterr().err.endswith(expected)
 
 
 def test_a_key_for_a_function_of_ones_own_is_not_printed(
@@ -432,7 +453,9 @@ def test_without_steps_a_check_shows_the_arithmetic_of_one(capsys: pytest.Captur
 
 
 def test_batches_that_cannot_be_recomputed_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    note = "note: batches.write: always: examples/recompute.py will refuse these batches, it has no formula for model.dtype: bfloat16"
+    note = (
+        "note: batches.write: always: roll_lite.examples.recompute will refuse these batches, it has no formula for model.dtype: bfloat16"
+    )
     for write, told in (("always", True), ("auto", False)):
         assert main(["check", "-cn", "tiny_grpo", "model.dtype=bfloat16", f"batches.write={write}"]) == 0
         assert (note in capsys.readouterr().err) == told

@@ -177,7 +177,8 @@ RAY_JOB = {
         },
     },
 }
-"""Fields that KubeRay's RayJob v1 requires of such a job, and that this one has; each with its type or value."""
+"""Fields of such a job, each with its type or value. Names and types are those of KubeRay's ray-operator/apis/ray/v1/rayjob_types.go and
+raycluster_types.go, of which headGroupSpec, groupName, minReplicas, maxReplicas, rayStartParams and template are required."""
 FURTHER = {"lifecycle", "resources", "terminationGracePeriodSeconds"}
 
 
@@ -218,6 +219,19 @@ def test_a_ray_job_has_the_structure_that_kuberay_wants(name: str, capsys: pytes
         assert env["RAY_worker_niceness"] == env["RAY_task_events_report_interval_ms"] == "0" and len(env) == 5
     assert (spec["backoffLimit"] > 0) == ("lifecycle" in pods[0]["containers"][0]) == continues
     assert pods[0].get("terminationGracePeriodSeconds") == (120 if continues else None)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_pods_are_what_kubernetes_accepts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By Kubernetes' own schemas, strictly: an unknown field is an error. `make test-adapters` has the package."""
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    cluster = yaml.safe_load(rendered(capsys, "k8s", *CONFIGURATIONS[name][0]))["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}
+        kubernetes.validate(pod, kubernetes.latest_version(), strict=True)
+        pod["spec"]["containers"][0]["volumeMount"] = []
+        with pytest.raises(kubernetes.ValidationError, match="'volumeMount' was unexpected"):
+            kubernetes.validate(pod, kubernetes.latest_version(), strict=True)
 
 
 def test_odd_settings_come_through_the_yaml(capsys: pytest.CaptureFixture[str]) -> None:

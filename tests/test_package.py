@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from roll_lite.config.problems import ConfigError
 from roll_lite.data.check import check_data
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
-from roll_lite.files import CONFIGS, EXAMPLES
+from roll_lite.files import CONFIGS, DOCS, EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml"))
@@ -80,7 +82,7 @@ def test_a_file_in_the_current_folder_comes_first(elsewhere: Path) -> None:
 def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     caches = shutil.ignore_patterns("__pycache__")
-    for folder in ("roll_lite", "examples"):
+    for folder in ("roll_lite", "examples", "docs"):
         shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=caches)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source)
@@ -106,8 +108,44 @@ def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     assert not shipped - installed
     assert (site / "roll_lite/py.typed").is_file(), "type checkers read the annotations of installed packages that have this file"
     assert run("launch", "slurm", "--config-name", "tiny_raft").startswith("#!/bin/bash\n")
+    assert run("docs", "gpu") == (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     page = Path("roll_lite/observability/view/page")
     assert {path.name for path in (ROOT / page).iterdir()} == {path.name for path in (site / page).iterdir()}
+
+
+ONLY_IN_A_CHECKOUT = re.compile(r"\b(docs|docker|requirements|bench|tests|tools)/|\bexamples/\w+\.py|\bmake (install|docs|test|demo)\b")
+
+
+def told() -> Iterator[tuple[str, str]]:
+    """Place and text of what the package may say to a user: strings other than docstrings, notes of `roll-lite import`, templates."""
+    for file in sorted((ROOT / "roll_lite").rglob("*.py")):
+        if "examples" in file.parts:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        statements = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+        for one in ast.walk(tree):
+            if isinstance(one, ast.Constant) and isinstance(one.value, str) and id(one) not in statements:
+                yield f"{file.relative_to(ROOT)}:{one.lineno}", one.value
+    for file in [*(ROOT / "roll_lite/config").rglob("*.yaml"), *(ROOT / "roll_lite/launch").glob("*.jinja")]:
+        yield str(file.relative_to(ROOT)), re.sub("^ *#.*", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for file in (ROOT / "examples/starters").rglob("*.*"):
+        yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
+
+
+def test_messages_name_what_an_installed_package_has() -> None:
+    texts = list(told())
+    assert [(place, text) for place, text in texts if ONLY_IN_A_CHECKOUT.search(text)] == []
+    pages = {name for _, text in texts for name in re.findall(r"roll-lite docs (\w+)", text)}
+    assert len(pages) > 8 and pages <= {file.stem for file in DOCS.glob("*.md")}
+
+
+def test_pages_of_the_documentation_are_listed_and_printed(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs"]) == 0
+    assert "quick_start_gpu    Quick start on one GPU\n" in capsys.readouterr().out
+    assert main(["docs", "lora"]) == main(["docs", "docs/lora.md"]) == 0
+    assert capsys.readouterr().out == 2 * (ROOT / "docs/lora.md").read_text(encoding="utf-8")
+    assert main(["docs", "lara"]) == 2
+    assert capsys.readouterr().err == "lara: no such page; did you mean 'lora'?\n"
 
 
 def test_the_bounds_of_engines_are_those_that_a_run_checks() -> None:

@@ -20,7 +20,7 @@ from roll_lite.files import first_line, read_text
 from roll_lite.pipeline.sweep import INTERRUPTED, run_forwarding_signals
 
 SAID_LINES = 12
-RAY = "docs/multi_node.md says how a cluster is started and named, how its token is used, and which ports nodes need between them"
+RAY = "`roll-lite docs multi_node` says how a cluster is started and named, how its token is used, and which ports nodes need between them"
 
 
 def answer(asked: argparse.Namespace) -> int:

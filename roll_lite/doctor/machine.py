@@ -33,11 +33,11 @@ PORTS = 6379, 8265, 8700
 chooses."""
 TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
 ABSENT = "not installed"
-INSTALL = "install the versions of a lock file (docs/environment.md), or pip install"
-NO_ENGINE = "install one engine (docs/environment.md); without any there is only mode=train_only"
+INSTALL = "install the versions of a lock file (roll-lite docs environment), or pip install"
+NO_ENGINE = "install one engine (roll-lite docs environment); without any there is only mode=train_only"
 SMALL = f"Ray's objects go to the temporary folder, which is slower; enlarge {SHARED} (docker run --shm-size=1g)"
 DISK = "remove files, or have runs write elsewhere (run_dir)"
-NO_CODE = "code rewards and Python tools refuse to start (docs/code_reward.md)"
+NO_CODE = "code rewards and Python tools refuse to start (roll-lite docs code_reward)"
 SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS connections may be refused"
 
 SECONDS = 60.0
@@ -45,7 +45,7 @@ SECONDS = 60.0
 LEAST_FREE = 0.9
 """A GPU with a smaller share of its memory free counts as used by another process."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
-GPU_STACK = "install a lock file for GPUs (docs/environment.md) and a driver for its CUDA version; if they fit, look at dmesg"
+GPU_STACK = "install a lock file for GPUs (roll-lite docs environment) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
 """(name, free bytes, total bytes) of a GPU."""
 
@@ -99,7 +99,7 @@ def check_engines() -> Iterator[Diagnosis]:
         except NotInstalled:
             absent.append(name)
         except RuntimeError as error:
-            yield Diagnosis(name, str(error), "install the version of requirements/ (docs/environment.md)")
+            yield Diagnosis(name, str(error), "install a version that is supported (roll-lite docs environment)")
     for name in absent:
         yield Diagnosis(name, ABSENT, NO_ENGINE if len(absent) == len(ENGINES) else "")
 

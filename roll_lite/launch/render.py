@@ -43,7 +43,7 @@ class Launch:
         if self.target != "k8s":
             return
         if self.image is None:
-            yield "--image", "has to be given: the image of the pods, with roll_lite in it (docker/)"
+            yield "--image", "has to be given: the image of the pods, with roll_lite in it (roll-lite docs gpu)"
         if SHARED not in config.run_dir.parents and config.checkpoint.store is None:
             yield "run_dir", f"would be lost with its pod; name a folder in {SHARED}, where pods have the shared volume"
         if file is not None and not file.is_relative_to(EXAMPLES) and not Path(self.folder or "", self.name).is_absolute():

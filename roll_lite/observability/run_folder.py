@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import LATEST
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import kind_of, remote_folder, try_store
 
@@ -24,7 +25,6 @@ CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
 """Matches names of files and folders that belong to one step."""
-LATEST = "latest"
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:

@@ -204,7 +204,7 @@ class Starter:
         if not environment or all(device.gpu is None for device in self.placement.devices.values()):
             return []
         told = ", ".join(f"{name}={value}" for name, value in environment.items())
-        return [f"environment of trainers and engines on GPUs: {told}; to change it, set these for the driver (docs/gpu.md)"]
+        return [f"environment of trainers and engines on GPUs: {told}; to change it, set these for the driver (roll-lite docs gpu)"]
 
     def live(self, models: Models, rollouts: Cluster[RolloutWorker], journal: Journal) -> LiveRollouts:
         config, role = self.config, self.config.actor_infer

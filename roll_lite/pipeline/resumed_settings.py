@@ -82,7 +82,7 @@ def described(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if not found:
         return "every setting is as it was"
     more = [f"and {len(found) - MOST_CHANGES} more"] if len(found) > MOST_CHANGES else []
-    return "\n  ".join(["these settings differ from the checkpoint's (docs/checkpoints.md):", *found[:MOST_CHANGES], *more])
+    return "\n  ".join(["these settings differ from the checkpoint's (roll-lite docs checkpoints):", *found[:MOST_CHANGES], *more])
 
 
 def _is_in(table: tuple[str, ...], path: str) -> bool:

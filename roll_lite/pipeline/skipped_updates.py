@@ -104,7 +104,7 @@ def _described(role: str, series: SkippedSeries, with_ptx: bool) -> str:
         f"{role}: {series.length} updates in a row were skipped, because loss or gradient was not finite, up to {_named(series.last)}; "
         f"{finite}. {section}.optimizer.stop_after_skipped allows less than {series.length}.\n"
         f"The samples of the first one, {_named(series.first)}, are in {folder_of(role, *series.first)} of the folder of the run that made "
-        "it, each with its loss (docs/recompute.md).\n"
+        "it, each with its loss (roll-lite docs recompute).\n"
         "What to do:\n"
         "- where a sample whose loss is not finite has a column there that is not (reward, advantages, log-probs), that is the cause\n"
         f"{of_ptx}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.problems import hidden
+from roll_lite.config.schema.base import LATEST
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.observability.report import EVALUATION_FILE, OVERALL, SUMMARY_FILE
 
@@ -62,7 +63,7 @@ def run_forwarding_signals(command: Sequence[str], **options: Any) -> int:
 
 
 def _latest(config: RunConfig) -> Path | None:
-    link = config.run_dir / "latest"
+    link = config.run_dir / LATEST
     return link.resolve() if link.is_symlink() else None
 
 

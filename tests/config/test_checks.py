@@ -285,6 +285,8 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert ("holds nothing for actor_train" if "rollouts" in whole else "has no pipeline and no rollouts") in problem.message
     project.write(f"{state.parent}/actor_train/weights", "")
     assert project.load("checkpoint.resume=runs/latest").checkpoint.resume == run, "the link will lead elsewhere once a run has started"
+    model = project.write_model("runs/first/model")
+    assert project.load("model.path=runs/latest/model").model.path == model
     assert project.problems(f"checkpoint.resume={state.parent}") == []
     project.write(f"{state.parent}/actor_train/model.json", '{"layers": 99, "norm_eps": 1, "model.dtype": "float32", "outputs": "tokens"}')
     (problem,) = project.problems("checkpoint.resume=runs/latest")

@@ -72,7 +72,7 @@ def test_a_line_for_each_check_and_a_remedy_below(monkeypatch: pytest.MonkeyPatc
 def test_a_cluster_that_is_not_there(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *options, "--address", "127.0.0.1:1"]) == 1
     told = capsys.readouterr().out
-    assert "no Ray cluster answers at 127.0.0.1:1" in told and "docs/multi_node.md" in told and "Traceback" not in told
+    assert "no Ray cluster answers at 127.0.0.1:1" in told and "roll-lite docs multi_node" in told and "Traceback" not in told
 
 
 def test_a_run_that_fails_is_told_in_its_own_words_and_its_folder_is_kept() -> None:

@@ -64,7 +64,7 @@ def test_the_run_ends_after_so_many_in_a_row_over_steps() -> None:
         "actor: 3 updates in a row were skipped, because loss or gradient was not finite, up to update 2 of step 3; "
         "the last finite one was update 1 of step 2. actor_train.optimizer.stop_after_skipped allows less than 3."
     )
-    assert "update 2 of step 2" in where and "skipped/step_000002_actor_update_02" in where and "docs/recompute.md" in where
+    assert "update 2 of step 2" in where and "skipped/step_000002_actor_update_02" in where and "roll-lite docs recompute" in where
     assert any("checkpoint before step 2" in line and "actor_train.optimizer.lr" in line for line in remedies)
     assert any("actor_train.optimizer.stop_after_skipped: 0" in line for line in remedies)
 

@@ -76,7 +76,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
             if not there:
                 yield f"{name}.strategy.layers", f"its kernels are for GPUs only, and {none}; use auto"
             elif find_spec("transformer_engine") is None:
-                message = "the package transformer-engine is not installed; install it (docs/gpu.md), or use auto"
+                message = "the package transformer-engine is not installed; install it (roll-lite docs gpu), or use auto"
                 yield f"{name}.strategy.layers", message
     if not there and config.mode == "full" and transport in ("cuda_ipc", "nccl"):
         yield "weight_sync.transport", f"moves weights between GPUs, and {none}; use auto"

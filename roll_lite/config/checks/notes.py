@@ -60,7 +60,7 @@ def without_formula(config: RunConfig) -> list[str]:
 def batch_notes(config: RunConfig) -> list[str]:
     if config.batches.write != "always" or not (settings := without_formula(config)):
         return []
-    return [f"batches.write: always: examples/recompute.py will refuse these batches, it has no formula for {'; '.join(settings)}"]
+    return [f"batches.write: always: roll_lite.examples.recompute will refuse these batches, it has no formula for {'; '.join(settings)}"]
 
 
 GIB = 1 << 30

@@ -17,16 +17,19 @@ from roll_lite.hub import config_notation, located
 
 T = TypeVar("T")
 
+LATEST = "latest"
+"""Link in run_dir to the newest run."""
+
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute, since workers may run in another folder. A missing `examples/...` is looked up in the package. ValueError if
-    the path cannot be inspected."""
+    """Make a path absolute, since workers may run in another folder, and replace the link `latest`, which leads to another run once this
+    one has started. A missing `examples/...` is looked up in the package. ValueError if the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:
         raise ValueError(f"there is no home folder {path.parts[0]}") from None
     kind_of(path)
-    return path
+    return path.resolve() if LATEST in path.parts else path
 
 
 def below(limit: int, what: str) -> AfterValidator:

@@ -249,7 +249,7 @@ class DomainConfig(Section):
     def _scored(self) -> Mistakes:
         if self.reward.name == ENVIRONMENT_REWARD and (self.environment is None or isinstance(self.environment, ToolsEnvironmentConfig)):
             why = "tools give no rewards" if self.environment is not None else "without `environment` nothing else scores the responses"
-            yield "reward", f"is needed, since {why}: choose a type in docs/rewards.md"
+            yield "reward", f"is needed, since {why}: choose a type (roll-lite docs rewards)"
 
     @rule
     def _calls(self) -> Mistakes:

@@ -8,7 +8,18 @@ from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapH
 
 from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, TimeLimit, UserPath, below, rule
+from roll_lite.config.schema.base import (
+    LATEST,
+    Mistakes,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    TimeLimit,
+    UserPath,
+    below,
+    rule,
+)
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
 from roll_lite.config.schema.models import (
     ActorRoleConfig,
@@ -240,7 +251,7 @@ def _names_a_folder(name: str) -> str:
         raise ValueError("names a folder: use letters, digits, '.', '_' and '-'")
     if len(name) > LONGEST_NAME:
         raise ValueError(f"names a folder, and has {len(name)} letters; use at most {LONGEST_NAME}")
-    if name == "latest":
+    if name == LATEST:
         raise ValueError("run_dir/latest is the link to the newest run; choose another name")
     return name
 
