@@ -1,15 +1,21 @@
 """What one GPU is used for: training, generating, weight updates, and a whole step of a small run, each beside its limit.
 
-- train: TFLOP/s of MegatronStrategy.train_step on packed rows, against those of large matrix products in the same dtype (`ratio` is the
-  MFU relative to what the device was seen to do);
-- sync: bytes/s of a whole weight update to one receiver, by the transport that `auto` chooses, against a copy of the same bytes;
+- train: TFLOP/s of MegatronStrategy.train_step on packed rows, against those of large matrix products in the same dtype (`of_products`)
+  and against the data sheet's where the device is known (`mfu`); FLOPs as `actor/mfu` counts them, without what is recomputed;
+- head: milliseconds of the output layer's log-probs, forward and backward, against its three matrix products, by the logits of a block;
+- offload: seconds until all of a trainer's state is on the host, and back on the device, the first time (which pins memory) and later;
+- sync: bytes/s of a whole weight update to one receiver, by the transport that `auto` chooses (CUDA IPC on a GPU), against a copy of the
+  same bytes;
 - rollout: tokens/s of the streaming engine against the engine's own offline call (bench/engines.py);
 - step: median seconds of a step of the demo's run after its first, by phase.
 
-Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without arguments
-then only the first two, on a small model.
+The first three are of one tensor rank of Qwen2.5-7B on two (`7b_tp2`): half of its heads, of its MLP and of its 152,064 words, with random
+weights and without the exchange with the other rank. State is not sharded over data ranks: 28 layers take a GPU with 140 GB, and a smaller
+one gets 14. Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without
+arguments then only what needs no engine, on a small model. Parts whose engine is not installed are skipped, and say so.
 
-    python bench/gpu.py [--parts train sync rollout step] [--hidden 2048] [--layers 16] [--tokens 16384] [--rounds 5] [--engine vllm]
+    python bench/gpu.py [--parts train head offload sync rollout step] [--shape 7b_tp2] [--layers 28] [--tokens 16384] [--micro 2]
+                        [--recompute none] [--rounds 5] [--engine vllm]
 """
 
 from __future__ import annotations
@@ -22,8 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,12 +40,38 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-LENGTH = 512
-"""Tokens of the longest row that trains."""
 MATRIX = {"cuda": 8192, "cpu": 512}
-QUICK = ["--parts", "train", "sync", "--hidden", "128", "--layers", "2", "--tokens", "512", "--rounds", "1"]
+ENGINE_PARTS = ("rollout", "step")
+QUICK = ["--parts", "train", "head", "offload", "sync", "--shape", "small", "--tokens", "512", "--rounds", "1"]
+SHAPES: dict[str, dict[str, int]] = {
+    "7b_tp2": {
+        "hidden_size": 3584,
+        "intermediate_size": 9472,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 76_032,
+        "num_hidden_layers": 28,
+    },
+    "small": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+        "num_hidden_layers": 2,
+    },
+}
+LONGEST = {"7b_tp2": 4096, "small": 128}
+"""Tokens of the longest row that trains."""
+SYNCED = {"cuda": (2048, 16), "cpu": (128, 2)}
+"""Hidden size and layers of the model that `sync` sends."""
+LARGE_GPU = 120e9
+"""Bytes of memory that all layers take."""
 
 
 def device() -> torch.device:
@@ -47,57 +82,175 @@ def dtype_name() -> str:
     return "bfloat16" if device().type == "cuda" else "float32"
 
 
+def wait() -> None:
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
 def seconds_of(work: Callable[[], Any], rounds: int) -> float:
     """Median; the first round warms up."""
     found = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         work()
-        if device().type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         found.append(time.perf_counter() - start)
     return statistics.median(found[1:])
+
+
+def random_tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device(), dtype=getattr(torch, dtype_name()))
 
 
 def product_flops(rounds: int) -> float:
     """FLOP/s of large matrix products."""
     size = MATRIX[device().type]
-    left, right = (torch.randn(size, size, device=device(), dtype=getattr(torch, dtype_name())) for _ in range(2))
+    left, right = random_tensor(size, size), random_tensor(size, size)
     return float(2 * size**3 / seconds_of(lambda: left @ right, rounds))
 
 
-def train(chosen: argparse.Namespace) -> dict[str, float]:
-    from train import OPTIMIZER, make_rows, one_rank, policy_gradient, tail
+@contextmanager
+def one_rank(chosen: argparse.Namespace) -> Iterator[Any]:
+    """A strategy of the chosen shape, whose random weights are made on the device."""
+    from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+    from roll_lite.distributed.strategy.base import ModelSpec
+    from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+    class RandomWeights(MegatronStrategy):
+        @torch.no_grad()
+        def _load_weights(self, bindings: Any, *_: Any) -> None:
+            for binding in bindings:
+                binding.parameter.fill_(1.0) if binding.parameter.dim() == 1 else binding.parameter.normal_(0, 0.02)
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+        shape = SHAPES[chosen.shape] | {"num_hidden_layers": layers_of(chosen)}
+        (folder / "config.json").write_text(json.dumps(kind | shape | {"tie_word_embeddings": False, "hidden_act": "silu"}))
+        backend = "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+        model = ModelConfig(path=folder, dtype=dtype_name())  # type: ignore[arg-type]
+        layout = MegatronStrategyConfig(recompute=chosen.recompute)
+        strategy = RandomWeights(ModelSpec(model, layout, "model.path", OptimizerConfig(lr=1e-6)))
+        strategy.initialize()
+        yield strategy
+        dist.destroy_process_group()
+
+
+def layers_of(chosen: argparse.Namespace) -> int:
+    layers = SHAPES[chosen.shape]["num_hidden_layers"]
+    if chosen.layers is not None:
+        return int(chosen.layers)
+    small = device().type == "cuda" and torch.cuda.get_device_properties(0).total_memory < LARGE_GPU
+    return layers // 2 if small else layers
+
+
+def work_of(strategy: Any, chosen: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any], list[int], int]:
+    """A training step and a forward pass over the same rows, the rows' lengths, and the number of micro-batches."""
+    from train import make_rows, policy_gradient, tail
 
     from roll_lite.data.microbatch import TokenBudget
 
-    heads = max(1, chosen.hidden // 64)
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": LENGTH}
-    lengths = tail(max(2, 2 * chosen.tokens // LENGTH), LENGTH, 2.0)
-    with one_rank(OPTIMIZER, chosen.hidden, chosen.layers, dtype_name(), **sizes) as (strategy, _):
-        rows = make_rows(lengths, prompt=0)
-        budget = TokenBudget(chosen.tokens, attention_parity_tokens=strategy.layout.attention_parity_tokens)
+    longest = LONGEST[chosen.shape]
+    lengths = tail(max(2, 2 * chosen.micro * chosen.tokens // longest), longest, 2.0)
+    rows = make_rows(lengths, prompt=0)
+    plan = strategy.plan(rows.lengths, TokenBudget(chosen.tokens, attention_parity_tokens=strategy.layout.attention_parity_tokens))
 
-        def step() -> None:
-            strategy.train_step(rows, policy_gradient, ["log_probs"], strategy.plan(rows.lengths, budget))
+    def step() -> None:
+        strategy.train_step(rows, policy_gradient, ["log_probs"], plan)
 
-        seconds = seconds_of(step, chosen.rounds)
-        weights = sum(parameter.numel() for parameter in strategy._model.parameters())
-        peak = product_flops(chosen.rounds)
-    # Forward and backward: three products of each weight with each token; of attention what a token looks back at.
-    flops = 6 * weights * sum(lengths) + 6 * chosen.layers * chosen.hidden * sum(length**2 for length in lengths)
-    ours = flops / seconds
-    return {"tflops": ours / 1e12, "product_tflops": peak / 1e12, "mfu": ours / peak, "tokens_per_second": sum(lengths) / seconds}
+    return step, lambda: strategy.forward(rows, ["log_probs"], plan), lengths, plan.count
+
+
+def train(chosen: argparse.Namespace) -> dict[str, float]:
+    from roll_lite.workers.phases import PhaseWork
+
+    with one_rank(chosen) as strategy:
+        step, forward, lengths, micro_batches = work_of(strategy, chosen)
+        seconds, passed = seconds_of(step, chosen.rounds), seconds_of(forward, 1)
+        peak = torch.cuda.max_memory_allocated() if device().type == "cuda" else 0
+        flops = 3 * strategy._hf.forward_flops(lengths, sum(lengths) - len(lengths))
+    ours, products = flops / seconds, product_flops(chosen.rounds)
+    sheet = PhaseWork(torch.cuda.get_device_name()).peak_tflops if device().type == "cuda" else None
+    return {
+        "tflops": ours / 1e12,
+        "product_tflops": products / 1e12,
+        "of_products": ours / products,
+        **({"mfu": ours / 1e12 / sheet, "peak_gib": peak / 2**30} if sheet else {}),
+        "tokens_per_second": sum(lengths) / seconds,
+        "seconds": seconds,
+        "forward_seconds": passed,
+        "layers": layers_of(chosen),
+        "micro_batches": micro_batches,
+    }
+
+
+def head(chosen: argparse.Namespace) -> dict[str, float]:
+    from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+    from roll_lite.distributed.strategy.megatron.vocabulary import BLOCK_LOGITS, Vocabulary
+
+    words, hidden_size, rows = SHAPES[chosen.shape]["vocab_size"], SHAPES[chosen.shape]["hidden_size"], chosen.tokens
+    hidden, weight = random_tensor(rows, hidden_size).requires_grad_(), random_tensor(words, hidden_size).mul_(0.02).requires_grad_()
+    targets, temperatures = torch.randint(0, words, (rows,), device=device()), torch.ones(rows, device=device())
+
+    def ours(logits: int) -> None:
+        vocabulary = Vocabulary(words, words, None, targets, temperatures, block_words=max(256, logits // rows))
+        log_probs_and_entropy(hidden, weight, vocabulary)[0].sum().backward()
+        hidden.grad = weight.grad = None
+
+    usual = BLOCK_LOGITS[device().type]
+    found = {f"ms_{logits >> 20}m_logits": 1e3 * seconds_of(partial(ours, logits), chosen.rounds) for logits in (usual, 4 * usual)}
+    gradient = random_tensor(rows, words)
+    with torch.no_grad():
+        products = seconds_of(lambda: (hidden @ weight.t(), gradient @ weight, gradient.t() @ hidden), chosen.rounds)
+    return {"products_ms": 1e3 * products, **found}
+
+
+def offload(chosen: argparse.Namespace) -> dict[str, float]:
+    from roll_lite.distributed.strategy.base import StateGroup
+
+    out, back, moved = [], [], {}
+    with one_rank(chosen) as strategy:
+        step, *_ = work_of(strategy, chosen)
+        for _ in range(chosen.rounds + 1):
+            step()
+            wait()
+            start = time.perf_counter()
+            moved = strategy.offload(StateGroup)
+            out.append(time.perf_counter() - start)
+            stays = torch.cuda.memory_allocated() if device().type == "cuda" else 0
+            start = time.perf_counter()
+            strategy.load(StateGroup)
+            wait()
+            back.append(time.perf_counter() - start)
+    gigabytes, usual, returned = moved["out"] / 1e9, statistics.median(out[1:]), statistics.median(back[1:])
+    return {
+        "gigabytes": gigabytes,
+        "first_seconds": out[0],
+        "seconds": usual,
+        "back_seconds": returned,
+        "gigabytes_per_second": gigabytes / usual,
+        "back_gigabytes_per_second": gigabytes / returned,
+        "stays_gigabytes": stays / 1e9,
+    }
 
 
 def sync(chosen: argparse.Namespace) -> dict[str, float]:
     from weight_sync import processes
 
-    sizes = argparse.Namespace(hidden=chosen.hidden, layers=chosen.layers, bucket_mb=256, engines=[1])
+    hidden, layers = SYNCED[device().type]
+    sizes = argparse.Namespace(hidden=hidden, layers=layers, bucket_mb=256, engines=[1])
     with processes(sizes) as bench:
         gigabytes = sum(tensor.nbytes for tensor in bench.export.tensors) / 1e9
-        update, copy, _ = bench.measure("auto", 1, chosen.rounds)
-    return {"gigabytes_per_second": gigabytes / update, "copy_gigabytes_per_second": gigabytes / copy, "ratio": copy / update}
+        update, copy, phases = bench.measure("auto", 1, chosen.rounds)
+    return {
+        "gigabytes_per_second": gigabytes / update,
+        "copy_gigabytes_per_second": gigabytes / copy,
+        "ratio": copy / update,
+        "gigabytes": gigabytes,
+        **{f"{phase}_seconds": seconds for phase, seconds in phases.items()},
+    }
 
 
 def rollout(chosen: argparse.Namespace) -> dict[str, float]:
@@ -126,32 +279,45 @@ def said_by(command: list[str]) -> str:
     return done.stdout
 
 
-PARTS = {"train": train, "sync": sync, "rollout": rollout, "step": step}
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "train": train,
+    "head": head,
+    "offload": offload,
+    "sync": sync,
+    "rollout": rollout,
+    "step": step,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch; a step has about as many (default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default="7b_tp2")
+    parser.add_argument("--layers", type=int, help="(default: the shape's, half of them where memory is short)")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch (default: %(default)s)")
+    parser.add_argument("--micro", type=int, default=2, help="micro-batches of a step, about (default: %(default)s)")
+    parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     chosen = parser.parse_args(QUICK if sys.argv[1:] == ["--quick"] or (len(sys.argv) == 1 and device().type == "cpu") else None)
     name = torch.cuda.get_device_name() if device().type == "cuda" else "CPU, 1 thread (no GPU was found)"
     print(f"measured on: {name}", flush=True)
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for part in chosen.parts:
-        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-            found[part] = {key: round(value, 4) for key, value in alone.submit(PARTS[part], chosen).result().items()}
+        if part in ENGINE_PARTS and find_spec(chosen.engine) is None:
+            found[part] = {"skipped": f"{chosen.engine} is not installed"}
+        else:
+            with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+                found[part] = {key: round(value, 4) for key, value in alone.submit(PARTS[part], chosen).result().items()}
         print(part, found[part], flush=True)
     first = found.get("train", {})
     report = {
         "name": "gpu",
         "device": name,
+        "shape": chosen.shape,
         "ours": first.get("tflops", 0),
         "peer": first.get("product_tflops", 0),
-        "ratio": first.get("mfu", 0),
+        "ratio": first.get("of_products", 0),
         "unit": "TFLOP/s",
         "peer_is": f"large matrix products in {dtype_name()}",
         **found,

@@ -202,10 +202,10 @@ class WeightSync:
             self._verified[engine] = 0
         if self._config.verify == "sampled" and min(self._verified[engine] for engine in receivers) >= FULLY_VERIFIED:
             names = sample(names, version)
+        asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         sent: dict[str, str] = {}
         for owned in self._model.ranks.all(ActorWorker.weight_checksums, names):
             sent |= owned
-        asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         for engine, held in asked.result().items():
             require_equal(sent, held, f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}", version)
             self._verified[engine] += 1

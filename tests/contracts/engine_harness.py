@@ -26,7 +26,7 @@ from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrate
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineOffload, EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.build import build_engine
 from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
 from roll_lite.distributed.weight_sync.endpoints import transport_of
@@ -163,9 +163,11 @@ class SenderProcess:
         self.process.join()
 
 
-def make_strategy(make: Make, model: ModelConfig, max_model_len: int, lora: LoraConfig | None = None, **options: Any) -> EngineStrategy:
+def make_strategy(
+    make: Make, model: ModelConfig, max_model_len: int, lora: LoraConfig | None = None, sleep: EngineOffload = "with_copy", **options: Any
+) -> EngineStrategy:
     config = {"vllm": VllmStrategyConfig, "sglang": SglangStrategyConfig}[make](**options)
-    strategy = build_engine(EngineSpec(model, config, max_model_len, lora=lora))
+    strategy = build_engine(EngineSpec(model, config, max_model_len, lora=lora, sleep=sleep))
     assert isinstance(strategy, EngineStrategy)
     return strategy
 

@@ -6,12 +6,14 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 TOLERANCES = {"float32": (1e-4, 1e-3), "bfloat16": (0.05, 0.05)}
 """Mean difference of log-probs from Hugging Face in float32, in nats; relative difference of the gradient norm."""
@@ -42,50 +44,56 @@ def _as_rank(rank: int, count: int, store: str, function: Callable[..., Any], ar
 # ---------------------------------------------------------------- the trainer
 
 
-def step_against_hf(folder: Path, device: str, dtype: str, layout: dict[str, int]) -> None:
-    """Log-probs of packed rows, and the gradient norm of a training step."""
-    from megatron_cases import batch_of, hf_gradients, hf_log_probs, started, weighted_loss
+def step_against_hf(
+    folder: Path, device: str, dtype: str, layout: dict[str, Any], adapters: Path | None = None, lengths: Sequence[int] = LENGTHS
+) -> None:
+    """Log-probs of packed rows, and the gradient norm of a training step; with adapters of what they train."""
+    from megatron_cases import batch_of, hf_log_probs, hf_loss, started, weighted_loss
     from support_models import load_hf
     from support_passes import forward, train_step
 
     from roll_lite.config.schema.models import OptimizerConfig
     from roll_lite.data.microbatch import TokenBudget
 
-    strategy = started(folder, OptimizerConfig(lr=1e-30, clip_grad=0.0), dtype, **layout)
+    oracle, options = load_hf(folder), dict(layout)
+    if adapters is not None:
+        from test_megatron_lora import hf_adapted, lora_of
+
+        oracle, options = hf_adapted(folder, adapters)[0], layout | {"lora": lora_of(adapters)}
+    strategy = started(folder, OptimizerConfig(lr=1e-30, clip_grad=0.0), dtype, **options)
     assert strategy.device.type == device
-    batch = batch_of(LENGTHS)
-    found = forward(strategy, batch.select(["input_ids", "temperature"]), ["log_probs"], TokenBudget(60))
-    result = train_step(strategy, batch, weighted_loss, ["log_probs"], TokenBudget(60))
-    _, gradients = hf_gradients(folder, batch, entropy=False)
-    norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    batch, budget = batch_of(lengths, vocab=oracle.config.vocab_size), TokenBudget(max(lengths) * 3 // 2)
+    found = forward(strategy, batch.select(["input_ids", "temperature"]), ["log_probs"], budget)
+    result = train_step(strategy, batch, weighted_loss, ["log_probs"], budget)
+    hf_loss(oracle, batch, entropy=False).backward()
+    norm = float(torch.stack([one.grad.norm() for one in oracle.parameters() if one.grad is not None]).norm())
     of_log_probs, of_norm = TOLERANCES[dtype]
-    assert abs(result.grad_norm / norm - 1) < of_norm, f"gradient norm {result.grad_norm}, Hugging Face's is {norm}"
+    assert abs(result.grad_norm / norm - 1) < of_norm, f"{folder.name}: gradient norm {result.grad_norm}, Hugging Face's is {norm}"
     if found is None:
         return
-    oracle = load_hf(folder)
     for row in range(len(batch)):
         with torch.no_grad():
             expected, _ = hf_log_probs(oracle, batch.ragged("input_ids").row(row), batch.tensor("temperature")[row])
         difference = float((found.ragged("log_probs").row(row) - expected).abs().mean())
-        assert difference < of_log_probs, f"row {row}: log-probs are off by {difference} nats on average"
+        assert difference < of_log_probs, f"{folder.name}, row {row}: log-probs are off by {difference} nats on average"
 
 
-def attention_against_float64(device: str) -> None:
+def attention_against_float64(device: str, heads: int, keys: int, width: int, lengths: Sequence[int] = LENGTHS) -> None:
     """Packed rows, grouped queries, with and without a window: what the device uses against SDPA in float64 on the host."""
-    from test_packed_attention import HEADS, KEYS, attention
+    from test_packed_attention import attention
 
     from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows, on_device
 
-    width, dtype, tolerance = (64, torch.bfloat16, 2e-2) if device == "cuda" else (64, torch.float32, 1e-5)
-    rows = PackedRows.of(torch.tensor(LENGTHS))
+    dtype, tolerance = (torch.bfloat16, 2e-2) if device == "cuda" else (torch.float32, 1e-5)
+    rows = PackedRows.of(torch.tensor(lengths))
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(sum(LENGTHS), 1, heads, width, generator=generator, dtype=torch.float64) for heads in (HEADS, KEYS, KEYS)]
+    whole = [torch.randn(sum(lengths), 1, count, width, generator=generator, dtype=torch.float64) for count in (heads, keys, keys)]
     for window in (None, 6):
         results = []
         for where, kind in ((torch.device(device), dtype), (torch.device("cpu"), torch.float64)):
             parts = [part.to(where, kind).requires_grad_() for part in whole]
             packed = on_device(rows, lambda tensor, where=where: tensor.to(where))  # type: ignore[misc]
-            output = attention(window)(*parts, None, packed_seq_params=packed)
+            output = attention(window, heads, keys, width)(*parts, None, packed_seq_params=packed)
             results.append([output, *torch.autograd.grad(output.float().square().sum(), parts)])
         for found, expected in zip(*results, strict=True):
             difference = float((found.cpu().double() - expected).norm() / expected.norm())
@@ -111,6 +119,76 @@ def offload_frees_memory(folder: Path, device: str) -> tuple[int, int, int]:
     losses = [train_step(strategy, batch_of(LENGTHS, seed=4), weighted_loss, ["log_probs"], 6).loss for strategy in (moved, stays)]
     assert losses[0] == losses[1], "what came back is what went"
     return before, away, held_by(moved, device)
+
+
+RECOMPUTE: tuple[Any, ...] = ("none", "selective", "full")
+
+
+def peaks_of_a_step(folder: Path, device: str, dtype: str) -> dict[str, int]:
+    """Bytes beyond weights, gradients and moments at the peak of a step of one micro-batch, by what is recomputed."""
+    from megatron_cases import started
+
+    from roll_lite.config.schema.models import OptimizerConfig
+    from roll_lite.data.microbatch import RowsAtATime
+
+    batch, loss = rows_and_loss()
+    found = {}
+    for recompute in RECOMPUTE:
+        strategy = started(folder, OptimizerConfig(lr=1e-3), dtype, recompute=recompute)
+
+        def step(strategy: Any = strategy) -> None:
+            strategy.train_step(batch, loss, loss.outputs, strategy.plan(batch.lengths, RowsAtATime(len(batch))))
+
+        step()  # moments are made
+        found[recompute] = peak_of(step, held_by(strategy, device), device)
+    return found
+
+
+def peak_of(work: Callable[[], None], before: int, device: str) -> int:
+    """Bytes beyond `before`, which are held already."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return int(torch.cuda.max_memory_allocated()) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda one: one.start_ns())))
+
+
+def planned_peaks(folder: Path, device: str, dtype: Any) -> dict[str, int]:
+    """What `roll-lite plan` counts for the same steps, on tensors without contents."""
+    from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+    from roll_lite.distributed.strategy.base import ModelSpec
+    from roll_lite.distributed.strategy.megatron.traced import trace
+    from roll_lite.models.hf_config import read_config
+
+    batch, loss = rows_and_loss()
+    planned = {}
+    for recompute in RECOMPUTE:
+        layout = MegatronStrategyConfig(recompute=recompute)
+        spec = ModelSpec(ModelConfig(path=folder, dtype=dtype), layout, "model.path", OptimizerConfig(lr=1e-3))
+        found = trace(spec, read_config(folder), 1, 0, batch, loss, loss.outputs, on_gpu=device == "cuda")
+        planned[recompute] = max(found.training + found.inputs, found.update)
+    return planned
+
+
+def rows_and_loss() -> tuple[Any, Any]:
+    from roll_lite.planning.memory import rows
+    from roll_lite.workers.objectives import ActorLoss
+
+    loss = ActorLoss()
+    return rows(16, 64, 256, loss.columns), loss
+
+
+def without_gpu(function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments) in a process that sees no GPU."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_hide_gpus) as pool:
+        return pool.submit(function, *arguments).result(timeout=300)
+
+
+def _hide_gpus() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def held_by(strategy: Any, device: str) -> int:

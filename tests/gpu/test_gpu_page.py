@@ -39,7 +39,7 @@ def test_every_such_module_stands_on_the_page() -> None:
 def test_the_target_runs_every_test_that_wants_a_gpu() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^ON_GPU := (.+)$", makefile, re.MULTILINE)
-    assert re.search(r"^test-gpu:.*\n\t.*-m gpu .*\$\(ON_GPU\)$", makefile, re.MULTILINE)
+    assert re.search(r"^test-gpu:.*\n\t@TEST_DEVICE=cuda .*-m gpu .*\$\(ON_GPU\)$", makefile, re.MULTILINE)
     run = [ROOT / target for target in targets.split()]
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"\bmark\.gpu\b", file.read_text(encoding="utf-8"))]
     assert len(files) > 1

@@ -139,6 +139,20 @@ def test_a_newcomer_gets_the_version_that_the_others_have_alone(sync: Any, monke
     assert made.engines.receivers[0] == ("connect_weights", [0, 1]), "all of them join one group again"
 
 
+def test_engines_compute_their_checksums_beside_the_trainers(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, computing = sync("1"), []
+
+    def all_ranks(cluster: Cluster, method: Any, *arguments: Any) -> list[Any]:
+        if method.__name__ == "weight_checksums":
+            computing.extend(made.engines.calls[-1:])
+        return every(cluster, method, *arguments)
+
+    every = Cluster.all
+    monkeypatch.setattr(Cluster, "all", all_ranks)
+    made.sync.push(3)
+    assert computing == ["weight_checksums"]
+
+
 def test_a_successor_of_the_only_engine_connects_anew(sync: Any) -> None:
     made = sync("1")
     made.sync.push(3)

@@ -28,6 +28,7 @@ from roll_lite.config.schema.models import (
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.distributed.numa import bind_to_gpu
 from roll_lite.distributed.strategy.inference.life import EngineLife, EngineMemory
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 from roll_lite.files import FileRecord, flush, record
@@ -56,9 +57,10 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device and return it. Without GPUs, return the CPU."""
+    """Make GPU number LOCAL_RANK the current device, keep this process near it, and return it. Without GPUs, return the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        bind_to_gpu(torch.cuda.get_device_properties(current_device()))
     return current_device()
 
 

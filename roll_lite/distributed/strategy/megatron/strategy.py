@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,7 @@ class MegatronStrategy(TrainStrategy):
         loss = metrics.pop(LOSS)
         self._mover.require_to_write(StateGroup.OPTIMIZER)  # the optimizer state may still be loading
         experts = None if self._hf.experts is None else self._balance.end(self._hf.experts, self.device)
+        self._wait_for_average()
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
             self._average.update()
@@ -199,6 +201,11 @@ class MegatronStrategy(TrainStrategy):
     def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str]) -> MicroBatchOutputs:
         weight = None if self._value_head else self._model.output_weight
         return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
+
+    def _wait_for_average(self) -> None:
+        """Call before weights change or leave: the average may still be reading them."""
+        if self._average is not None:
+            self._average.wait()
 
     def adapters_off(self) -> AbstractContextManager[None]:
         assert self._adapters is not None, "this strategy was made without LoRA"
@@ -243,6 +250,7 @@ class MegatronStrategy(TrainStrategy):
         return self._mover.load(groups)
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
+        self._wait_for_average()
         return self._mover.offload(groups)
 
     def replica_checksums(self) -> dict[str, str]:
@@ -275,6 +283,7 @@ class MegatronStrategy(TrainStrategy):
         return CheckpointWrite(folder, files) if staged is None else RunningSave(folder, files, staged)
 
     def load_checkpoint(self, folder: Path) -> None:
+        self._wait_for_average()
         self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         check_base(folder, self._spec.model.path, self._spec.lora is not None)
         read_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
@@ -312,18 +321,48 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Moving average of the weights that this rank exports, on the host in float32: bfloat16 would round small updates to 0."""
+    """Moving average of the weights that this rank exports, on the host in float32: bfloat16 would round small updates to 0.
+
+    An update runs in a thread, beside passes and transfers, which only read the weights. Before they change, `wait`.
+    """
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
-        self.means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
-        self.bindings = [replace(binding, parameter=self.means[binding.parameter]) for binding in bindings]
+        self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
+        self._bindings = bindings
+        self._thread = ThreadPoolExecutor(1, "average")
+        self._update: Future[None] | None = None
+
+    @property
+    def means(self) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+        """Weight -> average."""
+        self.wait()
+        return self._means
+
+    @property
+    def bindings(self) -> list[Binding]:
         """Bindings whose parameters are the averages, to load averages from a checkpoint."""
+        return [replace(binding, parameter=self.means[binding.parameter]) for binding in self._bindings]
+
+    def update(self) -> None:
+        self.wait()
+        stream = None
+        if torch.cuda.is_available():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+        self._update = self._thread.submit(self._take_weights, stream)
+
+    def wait(self) -> None:
+        """Wait until the last update is done."""
+        update, self._update = self._update, None
+        if update is not None:
+            update.result()
 
     @torch.no_grad()
-    def update(self) -> None:
-        for weight, mean in self.means.items():
-            mean.lerp_(weight.to("cpu", torch.float32), 1 - self._decay)
+    def _take_weights(self, stream: torch.cuda.Stream | None) -> None:
+        with torch.cuda.stream(stream):
+            for weight, mean in self._means.items():
+                mean.lerp_(weight.to("cpu").float(), 1 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:

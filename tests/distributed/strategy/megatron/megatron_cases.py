@@ -26,7 +26,9 @@ TEMPERATURES = torch.tensor([1.0, 0.7, 0.35, 1.6])
 
 def tiny(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
     """Four heads and two key/value heads, so that two tensor ranks can share it; Llama's embeddings are not tied."""
-    return make_tiny_model(folder, family=family, **{"hidden": 128, "tied": family != "llama", **overrides})  # type: ignore[arg-type]
+    hidden = overrides.get("hidden", 128)
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "head_dim": 32}
+    return make_tiny_model(folder, family=family, **{"hidden": hidden, "tied": family != "llama", **heads, **overrides})  # type: ignore[arg-type]
 
 
 def started(path: Path, optimizer: OptimizerConfig | None = None, dtype: str = "float32", **options: Any) -> MegatronStrategy:
@@ -134,14 +136,14 @@ def own_gradients(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
     exported: dict[str, torch.Tensor] = {}
     for tensors in strategy.export_plan(1 << 16).buckets():
         found = strategy._exporter.bucket(tensors, read=lambda parameter: parameter.main_grad) or {}
-        exported.update({name: gradient.clone() for name, gradient in found.items()})
+        exported.update({name: gradient.to("cpu", copy=True) for name, gradient in found.items()})
     return exported
 
 
 def own_weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
     exported: dict[str, torch.Tensor] = {}
     for tensors in strategy.export_plan(1 << 16).buckets():
-        exported.update({name: tensor.clone() for name, tensor in (strategy.export_bucket(tensors) or {}).items()})
+        exported.update({name: tensor.to("cpu", copy=True) for name, tensor in (strategy.export_bucket(tensors) or {}).items()})
     return exported
 
 

@@ -1,4 +1,7 @@
-"""Worker processes that run a function as the ranks of a process group, again and again: importing Megatron takes seconds."""
+"""Worker processes that run a function as the ranks of a process group, again and again: importing Megatron takes seconds.
+
+On CPUs over gloo, whatever the machine has, unless TEST_DEVICE is `cuda`: then rank i is on GPU i, and what wants more GPUs is skipped.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+import torch
 import torch.multiprocessing as mp
 
 TIMEOUT_S = 120
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
 
 class RankPool:
@@ -20,10 +26,12 @@ class RankPool:
         self._workers: list[tuple[mp.Process, Connection]] = []
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(*args) on every rank of a fresh gloo group, and what each returned.
+        """function(*args) on every rank of a fresh group, and what each returned.
 
         The first failure fails the test; hung ranks are ended.
         """
+        if DEVICE == "cuda" and world_size > torch.cuda.device_count():
+            pytest.skip(f"this wants {world_size} GPUs, and there are {torch.cuda.device_count()}")
         while len(self._workers) < world_size:
             self._workers.append(_start())
         ranks = self._workers[:world_size]
@@ -68,7 +76,8 @@ def _serve(pipe: Connection) -> None:
     import gc
     import warnings
 
-    import torch
+    if DEVICE == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
@@ -87,8 +96,14 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         torch.manual_seed(0)
         try:
+            if DEVICE == "cuda":
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+                "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
             )
             result = (True, function(*args))
             dist.barrier()

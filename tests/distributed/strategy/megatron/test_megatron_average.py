@@ -1,7 +1,9 @@
 """The moving average of the weights, by numbers worked out beside the strategy from what it exports after every step."""
 
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,6 +158,46 @@ def test_the_average_of_experts(ranks: RankPool, tmp_path: Path) -> None:
         ranks(1, go_on, path, tmp_path / name, {}, "float32", "elsewhere")
         for key, one in load_all(tmp_path / name / "elsewhere").items():
             torch.testing.assert_close(one, straight[key], rtol=0, atol=2e-5)
+
+
+def order_of_work(path: Path) -> list[str]:
+    """An average is held back until somebody waits for it."""
+    strategy = begin(path, {})
+    average, optimizer = strategy._average, strategy._optimizer
+    assert average is not None and optimizer is not None
+    take, wait, change, goes = average._take_weights, average.wait, optimizer.step, threading.Event()
+    order: list[str] = []
+
+    def taken(stream: Any) -> None:
+        goes.wait()
+        take(stream)
+        order.append("averaged")
+
+    def waited() -> None:
+        if average._update is not None:
+            order.append("waits")
+            goes.set()
+            wait()
+            goes.clear()
+
+    def changed(loss: float) -> Any:
+        order.append("changed")
+        return change(loss)
+
+    with patch.object(average, "_take_weights", taken), patch.object(average, "wait", waited), patch.object(optimizer, "step", changed):
+        step(strategy, 0)
+        forward(strategy, batch_of(), ["log_probs"], 3)
+        own_weights(strategy)
+        order.append("passes and transfers")
+        step(strategy, 1)
+        strategy.offload([StateGroup.WEIGHTS])
+        order.append("offloaded")
+    return order
+
+
+def test_a_step_ends_before_its_average_and_the_next_change_waits_for_it(ranks: RankPool, path: Path) -> None:
+    (order,) = ranks(1, order_of_work, path)
+    assert order == ["changed", "passes and transfers", "waits", "averaged", "changed", "waits", "averaged", "offloaded"]
 
 
 def start_late(path: Path, folder: Path) -> None:

@@ -163,7 +163,7 @@ def own_adapters(strategy: MegatronStrategy, gradients: bool = False) -> dict[st
     found: dict[str, torch.Tensor] = {}
     for tensors in exporter.plan(1 << 16).buckets():
         found |= exporter.bucket(tensors, read=lambda one: one.main_grad if gradients else one.detach()) or {}
-    return found
+    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 def like_hugging_face(path: Path, adapters: Path, layout: dict[str, Any], expected: Expected, after_steps: float = 1e-5) -> set[str]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import batch_of, copied, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
-from megatron_ranks import RankPool
+from megatron_ranks import DEVICE, RankPool
 from support_passes import forward, train_step
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -148,6 +148,7 @@ def offload_a_larger_one(path: Path) -> None:
     assert resident() - away == pytest.approx(size, rel=0.05)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="of a CPU's memory; test_offload.py has a GPU's")
 def test_resident_memory_falls_by_what_is_offloaded(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
     ranks(1, offload_a_larger_one, tiny(tmp_path_factory.mktemp("larger") / "model", vocab_size=101, hidden=512, layers=6))
 

@@ -237,7 +237,7 @@ def norm_of_many(path: Path, options: dict[str, Any]) -> tuple[float, float, int
     optimizer_of(strategy).zero_grad()
     for parameter in parameters_of(strategy):
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
-        squares += float((parameter.main_grad.numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]
+        squares += float((parameter.main_grad.cpu().numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]
         entries += parameter.numel()
     return optimizer_of(strategy).step(loss=0.0).grad_norm, squares**0.5, entries
 
@@ -265,7 +265,7 @@ def exploding_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple
     """Infinite gradients wherever there are rows."""
     assert outputs.log_probs is not None
     loss = (outputs.log_probs * micro_batch.mask).sum() * float("inf")
-    return loss, {"rows": torch.tensor(float(micro_batch.mask.shape[0]))}
+    return loss, {"rows": torch.tensor(float(micro_batch.mask.shape[0]), device=loss.device)}
 
 
 def infinite_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -17,9 +17,9 @@ from roll_lite.distributed.strategy.megatron.packed_rows import ContextCut, Pack
 HEADS, KEYS, WIDTH = 4, 2, 8
 
 
-def attention(window: int | None = None) -> SdpaAttention:
+def attention(window: int | None = None, heads: int = HEADS, keys: int = KEYS, width: int = WIDTH) -> SdpaAttention:
     window_size = None if window is None else (window - 1, 0)
-    config = SimpleNamespace(kv_channels=WIDTH, num_attention_heads=HEADS, num_query_groups=KEYS, window_size=window_size)
+    config = SimpleNamespace(kv_channels=width, num_attention_heads=heads, num_query_groups=keys, window_size=window_size)
     return SdpaAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None, tp=SimpleNamespace(size=lambda: 1)))
 
 

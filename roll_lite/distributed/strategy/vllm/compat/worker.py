@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.v1.sample import rejection_sampler
 
 from roll_lite.distributed.liveness import is_running
+from roll_lite.distributed.numa import bind_to_gpu
 from roll_lite.distributed.strategy.inference.adapters import IncomingAdapters, held_adapters
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
@@ -67,6 +68,8 @@ class WorkerExtension:
 
     @answering
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
+        if self.device.type == "cuda":
+            bind_to_gpu(torch.cuda.get_device_properties(self.device))
         self.roll_lite_receiver.connect(membership, first_member + self.rank)
 
     @answering

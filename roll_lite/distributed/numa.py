@@ -1,0 +1,42 @@
+"""Keeps a process near its GPU, on machines with several NUMA nodes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
+    """Run all threads of this process on the CPUs of its GPU's NUMA node. Threads and processes started later inherit that, and the host
+    memory that they allocate lies on the node. Returns the CPUs; none if nothing changed: the machine has one node, its files say nothing,
+    or the user has bound the process (it may use fewer CPUs than its cgroup).
+
+    `properties`: the GPU's, from torch. `root` holds `sys` and `proc`.
+    """
+    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    device, allowed = root / "sys/bus/pci/devices" / place, os.sched_getaffinity(0)
+    try:
+        node, near = int((device / "numa_node").read_text()), _numbers(device / "local_cpulist") & allowed
+        if node < 0 or allowed != _given(root) or len(near) in (0, len(allowed)):
+            return set()
+    except (OSError, ValueError):
+        return set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), near)
+    return near
+
+
+def _given(root: Path) -> set[int]:
+    """Return the CPUs of the process's cgroup, or of the machine."""
+    group = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    of_group = root / "sys/fs/cgroup" / group / "cpuset.cpus.effective"
+    return _numbers(of_group if of_group.is_file() else root / "sys/devices/system/cpu/online")
+
+
+def _numbers(file: Path) -> set[int]:
+    """Parse a list of CPUs such as `0-3,8`."""
+    ends = [part.partition("-") for part in file.read_text().strip().split(",")]
+    return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}
