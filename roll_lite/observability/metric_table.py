@@ -305,7 +305,9 @@ METRICS: dict[str, Metric] = {
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
     "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines, counted once for all engines."),
-    "sync/transport_megabytes": Metric(SUM, "MB", "Weights sent by each transport, counted once for all its engines.", by="transport"),
+    "sync/transport_megabytes": Metric(
+        SUM, "MB", "Weights sent by each transport, counted once for all engines that a trainer rank sends to.", by="transport"
+    ),
     "sync/transport_megabytes_per_second": Metric(
         LAST,
         "MB/s",
@@ -316,9 +318,9 @@ METRICS: dict[str, Metric] = {
     "sync/seconds": Metric(
         SUM,
         "s",
-        "Time of the slowest process in a phase of the update: trainer ranks `gather` tensors, `copy` them into buckets (and cast them) "
-        "and `wait` for a free bucket; engine workers `receive` (and wait) and `load`. These overlap. `verify`: afterwards, both sides' "
-        "checksums.",
+        "Time of the slowest process in a phase of the update: trainer ranks `gather` tensors (and broadcast them to each other), `copy` "
+        "them into buckets (and cast them) and `wait` for a free bucket; engine workers `receive` (and wait) and `load`. These overlap. "
+        "`verify`: afterwards, both sides' checksums.",
         by="phase",
     ),
     # offloads and loads, from the end of the previous step to the end of this one

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, prod
 
 import torch
 
-from roll_lite.config.arithmetic import PassArithmetic, derive, device_numbers, infer_dtype, layers_per_chunk, roles
+from roll_lite.config.arithmetic import (
+    PassArithmetic,
+    adapters_of_engines,
+    derive,
+    device_numbers,
+    generates,
+    infer_dtype,
+    layers_per_chunk,
+    roles,
+    trains,
+)
 from roll_lite.config.device_phases import PHASES, WHOLE, Phase, kind
 from roll_lite.config.placement_picture import works
 from roll_lite.config.schema.models import EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, JudgeServerConfig, RewardModelConfig
@@ -17,6 +27,8 @@ from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
+from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD
+from roll_lite.models.model_files import weight_shapes
 from roll_lite.planning.architecture import Architecture, of_scorer
 from roll_lite.workers.actor import actor_loss
 from roll_lite.workers.model import ModelRole
@@ -47,6 +59,8 @@ def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float,
             stages = {0, role.strategy.pipeline_parallel - 1}
             traced = [_stage_memory(config, model, name, role, stage, on_gpu) for stage in sorted(stages)]
             found[name] = max(traced, key=lambda one: one.weights + one.gradients + one.optimizer + max(one.training, one.forward))
+            if name == "actor_train" and on_gpu:
+                found[name] = replace(found[name], send_buffers=send_buffer_bytes(config, model))
         elif (own := of_scorer(role.path)) is not None:
             found[name] = _scorer_memory(role, own, device_bytes)
     return found
@@ -125,6 +139,24 @@ def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: i
     return RankMemory(weights, forward=forward, kv_cache=given * 10**6 if given else max(0, int(share - weights - forward)))
 
 
+def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
+    """Estimate the largest buffers that a trainer rank keeps between weight updates: for buckets in flight, for those of a layer that an
+    engine has not completed, and for one tensor larger than a bucket."""
+    if not (generates(config) and trains(config)) or adapters_of_engines(config) is not None:
+        return 0
+    sizes = {name: prod(shape) * number_bytes(config) for name, shape in weight_shapes(model.hf).items()}
+    owners, bucket, held = config.actor_train.strategy.expert_parallel, config.weight_sync.bucket_mb << 20, 1
+    layers: dict[str, int] = {}
+    for name, size in sizes.items():
+        prefix, of_experts, _ = name.partition(".experts.")
+        if of_experts:
+            layers[prefix] = layers.get(prefix, 0) + size // owners
+    if layers and owners > 1:
+        bucket, held = min(bucket, max(bucket // owners, *layers.values())), owners
+    largest = max(sizes.values())
+    return min(sum(sizes.values()), (BUCKETS_AHEAD + held) * bucket + (largest if largest > bucket else 0))
+
+
 def number_bytes(config: RunConfig) -> int:
     return 4 if infer_dtype(config) == "float32" else 2
 
@@ -145,7 +177,7 @@ def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseM
         for names, devices in blocks.items() if presence.of_step else ():
             needs = {name: _need(config, phase, name, memory[name]) for name in names}
             moving = [needs[name] for name in names if getattr(roles(config)[name], "offload", False)]
-            staying = sum(needs.values()) - sum(moving) + PROCESS_BYTES * len(names)
+            staying = sum(needs.values()) - sum(moving) + sum(PROCESS_BYTES + memory[name].send_buffers for name in names)
             found.append(
                 PhaseMemory(phase, tuple(devices), needs, staying + (max(moving, default=0) if presence.in_turns else sum(moving)))
             )

@@ -237,7 +237,7 @@ def _gib(count: float) -> str:
 
 
 def _of_roles(plan: Plan) -> str:
-    parts = ("weights", "gradients", "optimizer", "training", "forward", "kv_cache")
+    parts = ("weights", "gradients", "optimizer", "training", "forward", "kv_cache", "send_buffers")
     rows = [[name, *(_gib(getattr(one, part)) for part in parts)] for name, one in plan.memory.items()]
     return table(["GiB on a device", *(part.replace("_", " ") for part in parts)], rows)
 

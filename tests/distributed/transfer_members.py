@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.distributed.weight_sync.endpoints import transport_of
+from roll_lite.distributed.weight_sync.endpoints import split_by_transport, transport_of
 from roll_lite.distributed.weight_sync.group import Home, TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, TransferPlan, plan_transfers
 
@@ -79,7 +79,7 @@ def half(membership: Membership, number: int, sends: bool, home: Home | None = N
 
 def send_all(sender: Any, plan: TransferPlan, state: Mapping[str, torch.Tensor]) -> None:
     for route in plan.routes:
-        if route.sender == sender.group.number:
+        if sender.group.number in {part.sender for _, part in split_by_transport(sender.group, route)}:
             sender.send(route, {tensor.name: state[tensor.name] for tensor in route.tensors})
     sender.finish()
 

@@ -21,7 +21,7 @@ from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
 from roll_lite.files import CONFIGS
 from roll_lite.hub import located
 from roll_lite.planning.architecture import TABLE, Architecture, find, of_config
-from roll_lite.planning.memory import GIB, by_phase, cached_tokens, engine_memory, memory_of_roles, rows
+from roll_lite.planning.memory import GIB, by_phase, cached_tokens, engine_memory, memory_of_roles, rows, send_buffer_bytes
 from roll_lite.planning.report import _changed, _layouts, _placed, _problems, _with_engines, layout_problem
 from roll_lite.planning.time import DEVICES, engine_rates, step_time
 from roll_lite.workers.objectives import ActorLoss
@@ -172,6 +172,20 @@ def test_phases_count_what_is_there() -> None:
     assert told[1].startswith("train, devices 0-7") and len(told) == 2
     [full] = _problems(config(), [], 4_000, small)
     assert full.startswith("actor_infer.strategy: the KV cache has room for 4,000 tokens, one sample takes 4,096; raise")
+
+
+def test_send_buffers_stay_on_the_trainers_devices() -> None:
+    """As in docs/gpu.md: two buckets, what an engine keeps of a layer, and the embedding."""
+    dense, mib = send_buffer_bytes(config(), public("Qwen/Qwen2.5-7B")), 1 << 20
+    assert dense == 3 * 512 * mib + 152_064 * 3_584 * 2
+    experts = send_buffer_bytes(config("qwen3_30b_a3b_grpo"), public("Qwen/Qwen3-30B-A3B"))
+    assert experts == (2 + 8) * 144 * mib + 151_936 * 2_048 * 2, "144 MiB are a rank's 16 experts of a layer"
+    assert send_buffer_bytes(config("qwen2.5_7b_grpo", "mode=rollout_only"), public("Qwen/Qwen2.5-7B")) == 0
+    memory = {**MADE_UP, "actor_train": replace(MADE_UP["actor_train"], send_buffers=dense)}
+    split = config("qwen2.5_7b_grpo", "placement=split", "actor_train.devices=4", "actor_infer.devices=4")
+    for run, own in ((config(), tuple(range(8))), (split, (0, 1, 2, 3))):
+        more = {one.devices: one.total - other.total for one, other in zip(by_phase(run, memory), by_phase(run, MADE_UP), strict=True)}
+        assert more == {devices: dense if devices == own else 0 for devices in more} and own in more
 
 
 def test_reward_models_and_judges_take_memory_on_their_devices() -> None:

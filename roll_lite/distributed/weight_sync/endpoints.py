@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.broadcast import NCCL, BroadcastReceiver, BroadcastSender, GlooReceiver, GlooSender
@@ -16,13 +17,24 @@ from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferEr
 from roll_lite.distributed.weight_sync.memory import (
     ExportedMemory,
     ExportedSegment,
+    GpuSegment,
     SharedSegment,
     free_abandoned_exports,
     open_exported,
     open_shared,
 )
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket, tensors_of
-from roll_lite.distributed.weight_sync.transport import FetchReceiver, FetchSender, Transport, TransportReceiver, TransportSender, timed
+from roll_lite.distributed.weight_sync.transport import (
+    FetchReceiver,
+    FetchSender,
+    Transport,
+    TransportReceiver,
+    TransportSender,
+    flat_layout,
+    flatten,
+    timed,
+    unflatten,
+)
 from roll_lite.distributed.weight_sync.update import checksum
 
 TRANSPORTS: dict[str, Transport] = {
@@ -45,18 +57,27 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route (one sender, several receivers) into one route per transport."""
+    """Split a route (one sender, several receivers) into one route per transport and sender."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
-    parts: dict[tuple[str, int], list[int]] = {}
+    parts: dict[tuple[str, int, int], list[int]] = {}
     neighbours: Counter[str] = Counter()
     for receiver in route.receivers:
-        home = group.homes[receiver]
-        name, twin = link(group.homes[route.sender], home), 0
+        home, sender = group.homes[receiver], sender_to(group, receiver, route.sender)
+        name, twin = link(group.homes[sender], home), 0
         if name == "nccl":  # NCCL refuses two members on one GPU
             twin, neighbours[home.device] = neighbours[home.device], neighbours[home.device] + 1
-        parts.setdefault((name, twin), []).append(receiver)
-    return [(name, replace(route, receivers=tuple(receivers))) for (name, _), receivers in parts.items()]
+        parts.setdefault((name, sender, twin), []).append(receiver)
+    return [(name, replace(route, sender=sender, receivers=tuple(receivers))) for (name, sender, _), receivers in parts.items()]
+
+
+def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
+    """Return the training rank that sends to a receiver: the rank on the receiver's GPU, else one whose GPU the receiver can read (such
+    receivers take turns), else the owner. So each receiver reads from one GPU at most; on another GPU its CUDA context costs memory."""
+    home = group.homes[receiver]
+    on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
+    near = [rank for rank in readable if rank is not None]
+    return on_own if on_own is not None else near[receiver % len(near)] if near else owner
 
 
 def link(sender: Home, receiver: Home) -> str:
@@ -98,7 +119,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sender that uses several transports, each for some of the receivers."""
+    """Sender that uses several transports, each for some of the receivers. Leaves out receivers that other ranks send to."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -106,6 +127,8 @@ class SideBySideSender(TransportSender):
 
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, part in split_by_transport(self.group, route):
+            if part.sender != self.group.number:
+                continue
             if name not in self._transports:
                 self._transports[name] = TRANSPORTS[name].sender(self.group)
             transport = self._transports[name]
@@ -160,7 +183,12 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls."""
+    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
+
+    An engine worker on a training rank's GPU gets all tensors from that rank. So after a bucket is gathered, its owner broadcasts it to
+    the other training ranks. Trainers and engines that share GPUs then need no common NCCL group, in which kernels of two processes of a
+    GPU would wait for each other.
+    """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
         self._strategy = strategy
@@ -171,6 +199,10 @@ class WeightSender:
         """GPU memory exported in earlier transfer groups. `memory.free_abandoned_exports` frees what no reader holds."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
+        self._own_routes: dict[int, list[Route]] = {}
+        """Routes on which this rank sends, by bucket."""
+        self._for_all_ranks: set[int] = set()
+        """Buckets that ranks other than their owner send, too."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
@@ -178,6 +210,8 @@ class WeightSender:
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
+        if torch.cuda.is_available() and dist.is_initialized():
+            self._export = replace(self._export, handing_on=tuple(range(dist.get_world_size())))
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
@@ -186,9 +220,10 @@ class WeightSender:
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Leave the old transfer group and join a new one. Ranks that send no tensors do not join."""
+        """Leave the old transfer group and join a new one. Ranks that can send no tensors do not join."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
+        self._own_routes, self._for_all_ranks = {}, set()
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
@@ -196,8 +231,16 @@ class WeightSender:
             free_abandoned_exports(self._exported_memory, group.homes, group.forget_opened)
             self._exported_memory.clear()
             self._transport = transport_of(group).sender(group)
-            ways = [way for route in plan.routes if route.sender == number for way in split_by_transport(group, route)]
-            self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
+            sent: Counter[str] = Counter()
+            for route in plan.routes:
+                ways = split_by_transport(group, route)
+                if any(part.sender != route.sender for _, part in ways):
+                    self._for_all_ranks.add(route.bucket)
+                if own := [(name, part) for name, part in ways if part.sender == number]:
+                    self._own_routes.setdefault(route.bucket, []).append(route)
+                for name, part in own:
+                    sent[name] += part.nbytes
+            self.nbytes = dict(sent)
 
     def send(self) -> None:
         """Gather and send all buckets. After a TransferError, finish gathering (it is collective), then raise."""
@@ -209,13 +252,15 @@ class WeightSender:
         while True:
             with timed(self.seconds, "gather"):
                 bucket, tensors = next(gathered, (None, {}))
+                if bucket in self._for_all_ranks:
+                    tensors = self._at_all_ranks(bucket, tensors)
             if bucket is None:
                 break
             try:
-                for route in self._routes[bucket] if failure is None else ():
-                    if self._transport is not None and route.sender == self._transport.group.number:
-                        with self._transport.group.report_failures():
-                            self._transport.send(route, tensors)
+                for route in self._own_routes.get(bucket, ()) if failure is None else ():
+                    assert self._transport is not None
+                    with self._transport.group.report_failures():
+                        self._transport.send(route, tensors)
             except TransferError as error:
                 failure = error
         if failure is not None:
@@ -225,6 +270,16 @@ class WeightSender:
                 self._transport.finish()
             if not self.by_transport:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
+
+    def _at_all_ranks(self, bucket: int, gathered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Broadcast a bucket from its owner to all training ranks (collective), in the dtypes sent."""
+        tensors = tensors_of(self._routes[bucket])
+        layout, owner = flat_layout(tensors), tensors[0].owner
+        buffer = GpuSegment(layout.nbytes, readers=0).whole
+        if owner == self._rank:
+            flatten(tensors, gathered, layout, buffer)
+        dist.broadcast(buffer, owner)
+        return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
         """Checksums by tensor name, in the dtype sent. Collective over training ranks."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,6 +180,12 @@ class TransferGroup:
     @property
     def name(self) -> str:
         return self.membership.members[self.number]
+
+    @cached_property
+    def trainer_on(self) -> dict[tuple[str, str], int]:
+        """Member number of the training rank on each GPU, by (machine, device)."""
+        homes = enumerate(self.homes[: self.membership.trainers])
+        return {(home.machine, home.device): number for number, home in homes if home.device}
 
     def close(self) -> None:
         """Leave the group; also ends waits in other threads."""

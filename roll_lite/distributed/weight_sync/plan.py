@@ -45,6 +45,8 @@ class ExportedTensor:
 @dataclass(frozen=True)
 class ExportPlan:
     tensors: tuple[ExportedTensor, ...]
+    handing_on: tuple[int, ...] = ()
+    """Training ranks that can hand tensors of others on to engine workers, since they have GPUs."""
 
     def buckets(self) -> list[list[ExportedTensor]]:
         grouped: dict[int, list[ExportedTensor]] = {}
@@ -96,6 +98,8 @@ class Membership:
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
     """Minimum size of a send buffer: that of the largest bucket with several tensors."""
+    trainers: int = 0
+    """Number of training ranks. They are the first members."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -108,7 +112,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes of a weight update. Member numbers count the sending training ranks first, then the workers of each engine."""
+    """Routes of a weight update. Member numbers count the training ranks first, then the workers of each engine."""
 
     routes: tuple[Route, ...]
     trainers: tuple[int, ...]
@@ -131,7 +135,7 @@ class TransferPlan:
         channels = tuple(dict.fromkeys(route.channel for route in self.routes))
         several = [route.tensors for route in self.routes if len(route.tensors) > 1]
         largest = max((sum(tensor.aligned_nbytes for tensor in tensors) for tensors in several), default=0)
-        return Membership(epoch, transport, host, port, timeout_s, self.members, channels, largest)
+        return Membership(epoch, transport, host, port, timeout_s, self.members, channels, largest, len(self.trainers))
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -148,7 +152,7 @@ def plan_transfers(
     assert export.tensors, "the export plan is empty"
     names = [tensor.name for tensor in export.tensors]
     assert len(set(names)) == len(names), f"exported twice: {sorted({name for name in names if names.count(name) > 1})}"
-    trainers = tuple(sorted({tensor.owner for tensor in export.tensors}))
+    trainers = tuple(sorted({*export.handing_on, *(tensor.owner for tensor in export.tensors)}))
     _require_one_owner(export)
     members = range(len(trainers), len(trainers) + sum(engines.values()))
     worker_of = _workers_of_experts(names, expert_parallel)

@@ -193,7 +193,8 @@ def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         tensor = tensors[spec.name]
         found, planned = (tensor.dtype, *tensor.shape), (spec.cast_from or spec.dtype, *spec.shape)
-        assert found == planned, f"weight transfer: {spec.name} is {found}, planned as {planned}"
+        cast_already = (spec.dtype, *spec.shape)
+        assert found in (planned, cast_already), f"weight transfer: {spec.name} is {found}, planned as {planned}"
         _view(buffer, spec, offset).copy_(tensor.detach())
 
 

@@ -22,7 +22,15 @@ from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
 from roll_lite.distributed.weight_sync.endpoints import SIDE_BY_SIDE, TRANSPORTS, WeightSender, link, split_by_transport, transport_of
-from roll_lite.distributed.weight_sync.group import Home, StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
+from roll_lite.distributed.weight_sync.group import (
+    Home,
+    StaleEpoch,
+    TransferError,
+    TransferGroup,
+    TransferTimeout,
+    interrupt,
+    rendezvous_client,
+)
 from roll_lite.distributed.weight_sync.memory import BucketSegment
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, FetchSender, Transport, flat_layout
@@ -416,7 +424,8 @@ MIXED = None
         ([ONE, ONE, ONE, ONE], "shared_memory"),
         ([ONE, OTHER, OTHER, ONE], MIXED),
         ([*on_gpus("a", "b"), *on_gpus("a"), FAR[1]], MIXED),
-        ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("a", visible="a"), *on_gpus("b", visible="b")], MIXED),
+        ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("a", visible="a"), *on_gpus("b", visible="b")], "cuda_ipc"),
+        ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("a", visible="a"), *on_gpus("c", visible="c")], MIXED),
     ],
 )  # fmt: skip
 def test_auto_takes_what_connects_each(homes: list[Home], chosen: str | None) -> None:
@@ -424,7 +433,36 @@ def test_auto_takes_what_connects_each(homes: list[Home], chosen: str | None) ->
     group: Any = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
     ways = [split_by_transport(group, route) for route in plan.routes]
     names = {name for parts in ways for name, _ in parts}
-    assert transport_of(group) is SIDE_BY_SIDE and (names == {chosen} and {len(parts) for parts in ways} == {1}) is (chosen is not MIXED)
+    assert transport_of(group) is SIDE_BY_SIDE and (names == {chosen} if chosen is not MIXED else len(names) == 2)
+
+
+def read_from(homes: list[Home], ranks: int, workers: int) -> list[str]:
+    """Whose memory each engine worker opens, or from whom it gets a copy, where the first rank gathers everything."""
+    export = ExportPlan((ExportedTensor("w", (3,), torch.float32, 0, 0),), tuple(range(ranks)))
+    plan = plan_transfers(export, dict.fromkeys(range(workers), 1))
+    group: Any = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
+    sent = {one: (name, part.sender) for name, part in split_by_transport(group, plan.routes[0]) for one in part.receivers}
+    assert plan.routes[0].sender == 0 and sorted(sent) == list(plan.routes[0].receivers), "each has one sender"
+    return [f"{name} {sender}" for _, (name, sender) in sorted(sent.items())]
+
+
+def test_engines_on_the_trainers_gpus_read_from_the_rank_on_their_own() -> None:
+    """Also two engines of one GPU, on a second node, and those that see neighbours too; nobody is in an NCCL group with the trainer."""
+    alone = [home for device in "abcd" for home in on_gpus(device, visible=device)]
+    assert read_from(alone * 2, 4, 4) == [f"cuda_ipc {rank}" for rank in range(4)]
+    assert read_from([*alone, *alone, *alone], 4, 8) == [f"cuda_ipc {rank}" for rank in range(4)] * 2
+    elsewhere = [replace(home, machine="other") for home in alone]
+    assert read_from([*alone, *elsewhere] * 2, 8, 8) == [f"cuda_ipc {rank}" for rank in range(8)]
+    assert read_from([*on_gpus("a", "b"), *on_gpus("b", "a")], 2, 2) == ["cuda_ipc 1", "cuda_ipc 0"]
+
+
+def test_engines_apart_read_in_turn_from_gpus_that_they_see_and_get_copies_from_the_owner_otherwise() -> None:
+    trainers = on_gpus("a", "b", visible="ab")
+    assert read_from([*trainers, *on_gpus("c", "d", "e", "f")], 2, 4) == ["cuda_ipc 0", "cuda_ipc 1"] * 2, "two contexts on each GPU"
+    assert read_from([*trainers, *on_gpus("c", "d", visible="cd")], 2, 2) == ["nccl 0"] * 2
+    assert read_from([*trainers, *FAR], 2, 2) == ["nccl 0"] * 2
+    assert read_from([*trainers, ONE, OTHER], 2, 2) == ["gloo 0"] * 2
+    assert read_from([*trainers, Home("one machine"), *on_gpus("b", visible="b")], 2, 2) == ["shared_memory 0", "cuda_ipc 1"]
 
 
 @pytest.mark.parametrize(
@@ -445,7 +483,7 @@ def test_what_connects_two(sender: Home, receiver: Home, chosen: str) -> None:
     assert link(sender, receiver) == chosen
 
 
-class Joined:
+class Joined(TransferGroup):
     """A group, once all have come."""
 
     def __init__(self, membership: Any, homes: list[Home]) -> None:

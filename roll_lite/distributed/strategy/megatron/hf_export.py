@@ -72,14 +72,41 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
-        _, shape, dtype, _ = tensor
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if filled + size > bucket_bytes or buckets[-1][-1][2] != dtype:
+        size = _nbytes(tensor)
+        if filled + size > bucket_bytes or buckets[-1][-1][2] != tensor[2]:
             buckets.append([])
             filled = 0
         buckets[-1].append(tensor)
         filled += size
     return buckets
+
+
+def _nbytes(tensor: _Described) -> int:
+    _, shape, dtype, _ = tensor
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
+    """Return the buckets of all owners in turn, so that one gathers its bucket while engines load the previous owner's.
+
+    If `expert_owners` ranks each have some of a layer's experts, an engine keeps the layer's tensors until the last of these ranks has
+    sent. So buckets are smaller then: one of each owner takes `bucket_bytes`, or a layer's experts if that is more. Buckets end with a
+    layer.
+    """
+    of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
+    share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
+    limit = whole_layers = bucket_bytes
+    if share and expert_owners > 1:
+        limit = min(bucket_bytes, max(bucket_bytes // expert_owners, share))
+        whole_layers = limit // share * share or limit
+    buckets = [_in_buckets(tensors, whole_layers if tensors and _layer(tensors[0]) else limit) for tensors in owned]
+    return [bucket for turn in zip_longest(*buckets) for bucket in turn if bucket is not None]
+
+
+def _layer(expert: _Described) -> str:
+    """Return the prefix that a layer's experts share; empty if the tensor is no expert's."""
+    prefix, experts, _ = expert[0].partition(".experts.")
+    return prefix if experts else ""
 
 
 class HfExporter:
@@ -96,11 +123,8 @@ class HfExporter:
         bindings = {id(binding): binding for binding, _ in self._places.values()}.values()
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
-    def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it.
-
-        Experts have separate buckets. Owners take turns, so that one gathers its bucket while engines load the previous owner's.
-        """
+    def plan(self, bucket_bytes: int, for_engines: bool = False) -> ExportPlan:
+        """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it. Experts have separate buckets."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -108,9 +132,9 @@ class HfExporter:
                 mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
-        turns = zip_longest(*(_in_buckets(owned, bucket_bytes) for rank in everyone for owned in rank))
-        buckets = enumerate(bucket for turn in turns for bucket in turn if bucket is not None)
-        return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
+        expert_owners = parallel_state.get_expert_model_parallel_world_size() if for_engines else 1
+        buckets = enumerate(_in_turns([owned for rank in everyone for owned in rank], bucket_bytes, expert_owners))
+        return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = read_parameter) -> dict[str, torch.Tensor] | None:
         """Gather a bucket (collective over the owner's tensor group). Return full tensors by name on the owner, None elsewhere."""

@@ -214,7 +214,7 @@ class MegatronStrategy(TrainStrategy):
     # ------------------------------------------------------------ weights out
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        return self._to_engines.plan(bucket_bytes)
+        return self._to_engines.plan(bucket_bytes, for_engines=True)
 
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
         self._mover.require(StateGroup.WEIGHTS)

@@ -56,6 +56,8 @@ class RankMemory:
     """Input tensors of one micro-batch: token ids, packing layout, masks and other data columns. During a pass, the inputs of all its
     micro-batches are in memory."""
     kv_cache: int = 0
+    send_buffers: int = 0
+    """Kept between weight updates, also if the role is offloaded."""
 
 
 class StorageMeter(TorchDispatchMode):

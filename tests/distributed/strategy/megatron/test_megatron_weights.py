@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support_models import load_hf
 from transformers import AutoTokenizer
 
-from roll_lite.distributed.strategy.megatron.hf_export import _in_buckets
+from roll_lite.distributed.strategy.megatron.hf_export import _in_buckets, _in_turns
 from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Layout, join, take_apart
 from roll_lite.models.hf_config import read_hf_config
 
@@ -174,3 +174,28 @@ def test_a_bucket_has_one_dtype() -> None:
     tensors = [("a", (4,), torch.bfloat16, 0), ("b", (4,), torch.float32, 0), ("c", (4,), torch.float32, 0), ("d", (9,), torch.float32, 0)]
     buckets = [[name for name, *_ in bucket] for bucket in _in_buckets(tensors, 32)]
     assert buckets == [["a"], ["b", "c"], ["d"]]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "most"), [(1000, 1280), (5000, 5120), (100, 1280 + 3 * 100)])
+def test_engines_keep_a_layers_experts_until_the_last_owner_has_sent_its_part_and_no_more(bucket_bytes: int, most: int) -> None:
+    """Eight owners of two experts each in six layers of 1,280 bytes, and what has no experts, with the first of them. As vLLM: what is kept
+    is loaded as soon as a layer is complete."""
+    owned: list[list[Any]] = [[(f"model.layers.{n}.self_attn.o_proj.weight", (20,), torch.float32, 0) for n in range(6)]]
+    parts = ("gate_proj", "up_proj")
+    for rank in range(8):
+        names = [f"model.layers.{n}.mlp.experts.{2 * rank + one}.{part}" for n in range(6) for one in range(2) for part in parts]
+        owned.append([(name, (10,), torch.float32, rank) for name in names])
+    buckets = _in_turns(owned, bucket_bytes, 8)
+    assert sorted(tensor for bucket in buckets for tensor in bucket) == sorted(tensor for own in owned for tensor in own)
+    assert all(len({tensor[3] for tensor in bucket}) == 1 and 40 * len(bucket) <= max(bucket_bytes, 80) for bucket in buckets)
+    kept: dict[str, int] = {}
+    highest = 0
+    for bucket in buckets:
+        for name, *_ in bucket:
+            if ".experts." in name:
+                layer = name.partition(".mlp.")[0]
+                kept[layer] = kept.get(layer, 0) + 40
+        highest = max(highest, sum(kept.values()))
+        kept = {layer: size for layer, size in kept.items() if size < 32 * 40}
+    assert highest <= most and kept == {}
+    assert max(40 * len(bucket) for bucket in _in_turns(owned, bucket_bytes)) == min(bucket_bytes // 40 * 40, 960), "files stay as large"
