@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from roll_lite.data.samples import Branch, Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Transcript, Turn, VersionSpan
+from roll_lite.data.samples import (
+    Author,
+    Branch,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Sampling,
+    TokenRow,
+    Transcript,
+    Turn,
+    VersionSpan,
+)
 from roll_lite.environments.agents import AgentSession
 from roll_lite.environments.base import EpisodeOver, Message
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
@@ -210,8 +221,12 @@ async def played(
     session.end()
     record = policy.record()
     conversation.end(record, policy.finish_reason)
-    assert record.metrics["rows"] == len(conversation.transcript().rows)
-    return agent, asks, conversation.transcript()
+    transcript = conversation.transcript()
+    assert record.metrics["rows"] == len(transcript.rows)
+    counted = {author: sum(one.length for row in transcript.rows for one in row.segments if one.author is author) for author in Author}
+    assert record.metrics["policy_tokens"] == counted[Author.POLICY]
+    assert 0 <= record.metrics["template_tokens"] <= record.metrics["environment_tokens"] == counted[Author.ENVIRONMENT]
+    return agent, asks, transcript
 
 
 def renderers_of(tokenizer: Any) -> Callable[[Any], ChatRenderer]:
