@@ -96,7 +96,7 @@ class AgentSession:
         if room < 1:
             policy.finish(FinishReason.LENGTH, f"no room is left for a response: the conversation has {length} of {self._longest} tokens")
         most = min(limit for limit in (room, limits.max_turn_tokens, request.max_tokens) if limit is not None)
-        response = await policy.sample(ids, None if node is None else node.number, most, request.stop)
+        response = await policy.sample(ids, None if node is None else node.number, most, request.stop, new)
         sampled = _Node(response.number, response.ids.tolist(), length + len(response.ids))
         message, stop = self._reply(renderer.message(sampled.ids), request, renderer.thinking)
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"

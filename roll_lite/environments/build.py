@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, ChatTemplateConfig, DomainConfig
+from roll_lite.config.schema.domains import ENVIRONMENT_REWARD, TOOLS_NEED_CHAT, ChatTemplateConfig, DomainConfig
 from roll_lite.config.schema.environments import (
+    AdapterSection,
     EndpointEnvironmentConfig,
     FunctionEnvironmentConfig,
     GymEnvironmentConfig,
@@ -52,7 +53,7 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) 
     calls = Calls()
     play, schemas = _play(domain, tokenizer, path, host, calls)
     if schemas and not isinstance(domain.template, ChatTemplateConfig):
-        raise ValueError(f"{path}.template.name: tools are described to the model by a chat template; use name: chat")
+        raise ValueError(f"{path}.template.name: {TOOLS_NEED_CHAT}")
     return Player(play, renderer_of(domain, tokenizer, path, schemas), limits, calls)
 
 
@@ -69,27 +70,38 @@ def _play(
         case EndpointEnvironmentConfig() as settings:
             agent = agent_of(settings, f"{path}.function", calls)
             return play_agent(agent, host, renderers_of(domain, tokenizer, domain_path), domain.reward.name == ENVIRONMENT_REWARD), []
-        case GymEnvironmentConfig() as settings:
-            from roll_lite.environments.adapters.gym import play_gym
-
-            return play_gym(settings, path, calls), []
-        case TextArenaEnvironmentConfig() as settings:
-            from roll_lite.environments.adapters.textarena import play_textarena
-
-            return play_textarena(settings, path, calls), []
-        case ReasoningGymEnvironmentConfig() as settings:
-            from roll_lite.environments.adapters.reasoning_gym import play_reasoning_gym
-
-            return play_reasoning_gym(settings, path, calls), []
-        case OpenEnvEnvironmentConfig() as settings:
-            from roll_lite.environments.adapters.openenv import play_openenv
-
-            return play_openenv(settings, path, calls), []
-        case VerifiersEnvironmentConfig() as settings:
-            from roll_lite.environments.adapters.verifiers import play_verifiers
-
-            return play_verifiers(settings, path)
+        case AdapterSection() as settings:
+            return adapter_of(settings, path, calls)
     raise AssertionError(domain.environment)
+
+
+def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
+    """Load another project's environment. Return the function that plays an episode, and its tool schemas; ValueError for a mistake."""
+    try:
+        match settings:
+            case GymEnvironmentConfig():
+                from roll_lite.environments.adapters.gym import play_gym
+
+                return play_gym(settings, path, calls), []
+            case TextArenaEnvironmentConfig():
+                from roll_lite.environments.adapters.textarena import play_textarena
+
+                return play_textarena(settings, path, calls), []
+            case ReasoningGymEnvironmentConfig():
+                from roll_lite.environments.adapters.reasoning_gym import play_reasoning_gym
+
+                return play_reasoning_gym(settings, path, calls), []
+            case OpenEnvEnvironmentConfig():
+                from roll_lite.environments.adapters.openenv import play_openenv
+
+                return play_openenv(settings, path, calls), []
+            case VerifiersEnvironmentConfig():
+                from roll_lite.environments.adapters.verifiers import play_verifiers
+
+                return play_verifiers(settings, path)
+    except ImportError as error:
+        raise ValueError(f"{path}.name: importing {settings.package} failed: {error}") from error
+    raise AssertionError(settings)
 
 
 def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:

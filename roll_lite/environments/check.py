@@ -1,7 +1,9 @@
-"""Check environments as their workers load them, before anything starts. This imports users' modules."""
+"""Check environments as their workers load them, before anything starts. This imports users' modules, makes one environment of an adapter
+and asks MCP servers for their tools."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -11,11 +13,13 @@ from typing import Any
 from roll_lite.config.checks.rollout import environment_problems
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import readable
-from roll_lite.config.schema.domains import ChatTemplateConfig, DomainConfig
+from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, ChatTemplateConfig, DomainConfig
 from roll_lite.config.schema.environments import (
+    AdapterSection,
     EndpointEnvironmentConfig,
     FunctionEnvironmentConfig,
     FunctionToolConfig,
+    McpToolConfig,
     ToolsEnvironmentConfig,
 )
 from roll_lite.config.schema.run import RunConfig
@@ -30,7 +34,7 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Placeholder for the schemas of tools that roll_lite ships: the real ones need a started sandbox, index or server."""
+"""Placeholder for the schemas of the tools `python` and `search`: the real ones need a started sandbox or index."""
 
 
 def check_environments(config: RunConfig) -> Iterator[Problem]:
@@ -43,7 +47,7 @@ def _environment(config: RunConfig, path: str, domain: DomainConfig) -> Iterator
     settings, place = domain.environment, f"{path}.environment"
     if settings is None or any(environment_problems(place, settings)):
         return
-    from roll_lite.environments.build import agent_of, play_of, renderer_of, schemas_of, tools_of
+    from roll_lite.environments.build import adapter_of, agent_of, play_of, renderer_of, schemas_of, tools_of
     from roll_lite.environments.episode import Calls
 
     tools: list[Any] = []
@@ -54,13 +58,20 @@ def _environment(config: RunConfig, path: str, domain: DomainConfig) -> Iterator
             problems += _mistake(partial(play_of, settings, f"{place}.function", Calls()))
         case EndpointEnvironmentConfig():
             problems += _mistake(partial(agent_of, settings, f"{place}.function", Calls()))
+        case AdapterSection():
+            load = _in_time(partial(adapter_of, settings, place, Calls()), f"{place}.name", settings.start_timeout_s)
+            problems += _mistake(load, lambda made: schemas.extend(made[1]))
         case ToolsEnvironmentConfig():
-            own = {number: tool for number, tool in enumerate(settings.tools) if isinstance(tool, FunctionToolConfig)}
-            for number, tool in own.items():
-                load = partial(tools_of, tool, f"{place}.tools.{number}", Calls(), settings.turn_timeout_s)
+            loaded = {number: tool for number, tool in enumerate(settings.tools) if isinstance(tool, FunctionToolConfig | McpToolConfig)}
+            for number, tool in loaded.items():
+                where = f"{place}.tools.{number}"
+                load = partial(tools_of, tool, where, Calls(), settings.turn_timeout_s)
+                load = _in_time(load, where, settings.start_timeout_s) if isinstance(tool, McpToolConfig) else load
                 problems += _mistake(load, tools.append)
             problems += _mistake(partial(schemas_of, tools, place), schemas.extend)
-            schemas += [ANY_TOOL] if len(own) < len(settings.tools) else []
+            schemas += [ANY_TOOL] if len(loaded) < len(settings.tools) else []
+    if schemas and not isinstance(domain.template, ChatTemplateConfig):
+        problems.append(Problem(f"{path}.template.name", TOOLS_NEED_CHAT, domain.template.name))
     yield from problems
     template, model = domain.template, config.model.path
     if problems or not isinstance(template, ChatTemplateConfig) or not is_folder(model):
@@ -84,3 +95,16 @@ def _mistake(load: Callable[[], Any], use: Callable[[Any], object] = lambda _: N
         place, _, message = str(error).partition(": ")
         return [Problem(place, message)]
     return []
+
+
+def _in_time(load: Callable[[], Any], path: str, seconds: float) -> Callable[[], Any]:
+    """Wrap `load` so that it runs in a thread, as in a worker, and raises ValueError if that takes more than `seconds`."""
+    from roll_lite.environments.episode import Calls
+
+    def loaded() -> Any:
+        try:
+            return asyncio.run(asyncio.wait_for(Calls()(load), seconds))
+        except TimeoutError:
+            raise ValueError(f"{path}: was not ready within {seconds:g} s (start_timeout_s)") from None
+
+    return loaded

@@ -39,6 +39,10 @@ class Renderer(Protocol):
         """Tokenize a whole prompt without a template."""
         ...
 
+    def content_tokens(self, messages: Sequence[Message]) -> int:
+        """Count the tokens of the messages' contents without the template's text."""
+        ...
+
     def difference(self) -> str | None:
         """Describe where an episode's tokens differ from the whole conversation rendered at once; None if nowhere."""
         ...
@@ -134,7 +138,7 @@ class Policy:
         self._rewards: list[float] = []
         self._seconds = 0.0
         self._begun = self._since = asyncio.get_running_loop().time()
-        self._given = 0
+        self._given = self._template = self._sampled = 0
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
         """Add messages, and let the policy respond. Raises EpisodeOver at a limit."""
@@ -146,7 +150,7 @@ class Policy:
         self.messages += new
         most = self.limits.max_turn_tokens
         after = len(self._rewards) - 1 if self._rewards else None
-        response = (await self.sample(ids, after, most if most is not None and most < self.room else None)).ids
+        response = (await self.sample(ids, after, most if most is not None and most < self.room else None, messages=new)).ids
         self.room -= len(response)
         self._last = response
         message = self._renderer.message(response.tolist())
@@ -157,14 +161,18 @@ class Policy:
         if len(self._rewards) >= self.limits.max_turns:
             self.finish(FinishReason.MAX_TURNS, f"the episode has had its {self.limits.max_turns} turns")
 
-    async def sample(self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = ()) -> Response:
-        """Let the policy respond to new tokens. `after`: number of the response that they follow; None: they are a prompt. `most`: maximum
-        tokens of the response; None: all that are left."""
+    async def sample(
+        self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
+    ) -> Response:
+        """Let the policy respond to new tokens, which render `messages`. `after`: number of the response that they follow; None: they are a
+        prompt. `most`: maximum tokens of the response; None: all that are left."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)
         self.finish_reason = None
-        self._given += len(ids) if after is not None else 0
+        if after is not None:
+            self._given += len(ids)
+            self._template += max(0, len(ids) - self._renderer.content_tokens(messages))
         answer = self._answers[number] = loop.create_future()
         if len(self._answers) == 1:
             self._seconds += loop.time() - self._since
@@ -177,7 +185,9 @@ class Policy:
             if not self._answers:
                 self._since = loop.time()
                 self._set_timer(self._since + self.limits.turn_timeout_s)
-        return Response(number, np.frombuffer(given.ids, np.int32), given.finish_reason)
+        sampled = np.frombuffer(given.ids, np.int32)
+        self._sampled += len(sampled)
+        return Response(number, sampled, given.finish_reason)
 
     def _set_timer(self, when: float | None) -> None:
         with suppress(RuntimeError):  # the episode has ended
@@ -222,9 +232,10 @@ class Policy:
         score = rewards[-1] if self.limits.last_reward else sum(rewards)
         now = asyncio.get_running_loop().time()
         seconds = self._seconds + (0.0 if self._answers else now - self._since)
-        facts = {"turns": float(len(rewards)), "rows": 1.0 + len(self.branches)}
+        facts: dict[str, float] = {"turns": len(rewards), "rows": 1 + len(self.branches)}
         facts |= {"environment_seconds": round(seconds, 6), "waiting_seconds": round(now - self._begun - seconds, 6)}
-        facts |= {"environment_tokens": float(self._given)}
+        facts |= {"policy_tokens": self._sampled, "environment_tokens": self._given, "template_tokens": self._template}
+        facts = {name: float(number) for name, number in facts.items()}
         branches = tuple(map(tuple, self.branches))
         correct = None if self.correct is None else bool(self.correct)  # it may be NumPy's
         return EpisodeRecord(tuple(self.messages), rewards, score, correct, {**self.metrics, **facts}, branches, self.answer)

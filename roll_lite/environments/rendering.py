@@ -86,6 +86,9 @@ class ChatRenderer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def content_tokens(self, messages: Sequence[Message]) -> int:
+        return sum(len(self._text.encode(one.get("content") or "")) for one in self._guarded(messages))
+
     def message(self, response_ids: Sequence[int]) -> Message:
         """Convert a response to an assistant message. A malformed tool call has a `problem`."""
         return _message(self._parser, response_ids)
@@ -198,6 +201,9 @@ class PlainRenderer:
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self._text.encode(self._text.guard("".join(one["content"] for one in messages)))
+
+    def content_tokens(self, messages: Sequence[Message]) -> int:
+        return len(self.continuation((), messages))
 
     def message(self, response_ids: Sequence[int]) -> Message:
         return _message(self._parser, response_ids)

@@ -24,6 +24,9 @@ CODER_START = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
 CODER = re.compile(r"(?:<tool_call>\s*)?<function=([^>\n]*)>((?:(?!<function=).)*?)</function>(?:\s*</tool_call>)?", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 LLAMA_START = re.compile(r'<\|python_tag\|>|(?=\{\s*"(?:name|type)"\s*:)')
+LLAMA_CODE = re.compile(r'<\|python_tag\|>(?!\s*\{\s*"(?:name|type|parameters|arguments)"\s*:)')
+INTERPRETERS = ("python", "code_interpreter", "ipython")
+"""Names of tools that run code, which Llama may write after <|python_tag|> as it is."""
 MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"[\s;]*")
 DECODER = json.JSONDecoder()
@@ -139,7 +142,7 @@ def _read(text: str, at: int) -> tuple[Any, int]:
         return _Malformed("nested too deeply"), at
     except ValueError as error:
         place = f" at character {error.pos - at}" if isinstance(error, json.JSONDecodeError) else ""
-        return _Malformed(f"not valid JSON: {getattr(error, 'msg', error)}{place}"), at
+        return _Malformed(f"not valid JSON: {str(getattr(error, 'msg', error)).removesuffix(' at')}{place}"), at
 
 
 Finder = Callable[[str, dict[str, Any]], Iterator[_Found]]
@@ -186,7 +189,12 @@ def _typed(text: str, schema: dict[str, Any] | None) -> Any:
 
 def _llama3(text: str, parameters: dict[str, Any]) -> Iterator[_Found]:
     at = 0
+    interpreter = next((name for name in INTERPRETERS if len(parameters.get(name, ())) == 1), None)
     while (start := LLAMA_START.search(text, at)) is not None:
+        if interpreter is not None and LLAMA_CODE.match(text, start.start()):
+            [argument] = parameters[interpreter]
+            yield _Found(start.start(), len(text), [{"name": interpreter, "arguments": {argument: text[start.end() :].strip()}}])
+            return
         value, at = _read(text, start.end())
         if isinstance(value, _Malformed):
             yield _Found(start.start(), len(text), [value])

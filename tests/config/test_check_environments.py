@@ -146,6 +146,14 @@ def test_a_missing_package_is_named_with_its_extra(section: str, monkeypatch: py
     assert extras[name][0].startswith(settings.package.replace("_", "-"))
 
 
+def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "find_spec", lambda package: object())
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    monkeypatch.delitem(sys.modules, "roll_lite.environments.adapters.gym", raising=False)
+    with pytest.raises(ConfigError, match=f"{GUESS}.name: importing gymnasium failed: import of gymnasium halted"):
+        load_config("tiny_guess", CONFIGS, [GYM], further=[check_environments])
+
+
 def test_tools_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "TOOL_PACKAGES", {})
     given = f"{CALCULATOR}.tools=[{TURNS}.calculate, python, {{name: mcp, command: [server, --all]}}, {{name: {TURNS}.calculate}}]"

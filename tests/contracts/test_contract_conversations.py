@@ -97,7 +97,7 @@ async def test_every_sampled_token_trains_once(engine: tuple[Engine, str, Any]) 
         limits = Limits(own.choice((4, 20)), 60.0, MAX_PROMPT, max_turn_tokens=own.randint(SHORTEST, LONGEST))
         return await played(own, family, partial(sampler.router.generate, "agents"), renderers, sampling, limits, f"proof{number}")
 
-    rows = branches = interrupted = several = 0
+    rows = branches = interrupted = several = cached = 0
     for start in range(0, CONVERSATIONS, AT_ONCE):
         how = ("abort", "wait", "abort", "pause", "abort")[start // AT_ONCE]
         playing = asyncio.gather(*map(play, range(start, start + AT_ONCE)))
@@ -112,6 +112,7 @@ async def test_every_sampled_token_trains_once(engine: tuple[Engine, str, Any]) 
                 ask.number: sampler.sampled.pop(f"proof{number}{TURN}{ask.number}" if ask.number else f"proof{number}") for ask in asks
             }
             check(parts, transcript.rows)
+            cached += sum(part.completion.cached_tokens for number, own in parts.items() if number for part in own)
             for row in transcript.rows:
                 if how != "pause":  # else tokens after the update depend on the cache of the weights before
                     check_log_probs(sampler, row)
@@ -122,6 +123,8 @@ async def test_every_sampled_token_trains_once(engine: tuple[Engine, str, Any]) 
             interrupted += sum(len(found) > 1 for found in parts.values())
     assert not sampler.sampled, "each response belongs to a conversation"
     print(f"{family}: {rows} rows, {branches} of them branches, {several} of several versions, {interrupted} interrupted responses")
+    print(f"{family}: {cached} tokens of prompts from the prefix cache")
+    assert cached > rows, "later responses found tokens of earlier ones in the prefix cache"
     assert branches > CONVERSATIONS / 5 and several > CONVERSATIONS / 5 and interrupted > 5
 
 

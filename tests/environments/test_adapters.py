@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
+import re
 import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.domains import DomainConfig
-from roll_lite.data.samples import EpisodeRecord, FinishReason
+from roll_lite.data.samples import EpisodeRecord, FinishReason, Prompt
 from roll_lite.environments.base import Task
 from roll_lite.environments.build import player_of
+from roll_lite.environments.check import check_environments
 from roll_lite.environments.episode import Answer, Ask, Begin, Ended, Failed
+from roll_lite.files import CONFIGS
+from roll_lite.workers.environment import EnvironmentPool
 
 gymnasium = pytest.importorskip("gymnasium")
 textarena = pytest.importorskip("textarena")
@@ -24,7 +33,8 @@ reasoning_gym = pytest.importorskip("reasoning_gym")
 pytest.importorskip("openenv")
 pytest.importorskip("verifiers")
 
-CASES = "tests.environments.adapter_cases"
+CASES, VERIFIERS = "tests.environments.adapter_cases", "tests.environments.verifiers_cases"
+ROOT = Path(__file__).resolve().parents[2] / "roll_lite"
 
 
 class Played(NamedTuple):
@@ -124,12 +134,61 @@ async def test_actions_read_by_a_function(play: Play) -> None:
         ({"name": "reasoning_gym", "dataset": "leg_countin"}, "domains.x.environment.dataset: 'leg_countin': it cannot be made"),
         ({"name": "reasoning_gym", "dataset": "chain_sum", "args": {"min_terms": 0}}, "cannot be made: AssertionError"),
         ({"name": "verifiers", "id": "no-such-one"}, "domains.x.environment.id: 'no-such-one': Could not import"),
-        ({"name": "verifiers", "id": CASES, "args": {"kind": "compared"}}, "compares the rollouts of a group"),
+        ({"name": "verifiers", "id": VERIFIERS, "args": {"kind": "compared"}}, "compares the rollouts of a group"),
     ],
 )
 async def test_mistakes_are_told_before_the_first_episode(play: Play, section: dict[str, Any], says: str) -> None:
+    """By the worker and by `roll-lite check`, which makes an environment too."""
     with pytest.raises(ValueError, match=f"(?s){says}"):
         await play(section)
+    problems = await asyncio.to_thread(checked, section)
+    assert len(problems) == 1 and re.search(says.replace("domains.x", "domains.guess"), problems[0], re.DOTALL), problems
+
+
+def checked(section: dict[str, Any], template: str = "chat") -> list[str]:
+    overrides = [f"domains.guess.environment={json.dumps(section)}", f"domains.guess.template.name={template}"]
+    try:
+        load_config("tiny_guess", CONFIGS, overrides, further=[check_environments])
+    except ConfigError as refused:
+        return list(map(str, refused.problems))
+    return []
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        LAKE,
+        {"name": "textarena", "id": "GuessTheNumber-v0"},
+        {"name": "reasoning_gym", "dataset": "chain_sum"},
+        {"name": "openenv", "url": "http://127.0.0.1:9", "action": "text"},
+        {"name": "verifiers", "id": VERIFIERS},
+        {"name": "verifiers", "id": VERIFIERS, "args": {"kind": "tools"}},
+    ],
+    ids=lambda section: section["name"],
+)
+def test_check_finds_nothing_wrong(section: dict[str, Any]) -> None:
+    assert checked(section) == []
+
+
+def test_check_tells_that_tools_need_a_chat_template() -> None:
+    [problem] = checked({"name": "verifiers", "id": VERIFIERS, "args": {"kind": "tools"}}, template="plain")
+    assert "domains.guess.template.name = .plain.: tools are described to the model by a chat template" in problem.replace('"', ".")
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize(
+    "section", [LAKE, {"name": "verifiers", "id": VERIFIERS, "args": {"kind": "tools"}}], ids=lambda section: section["name"]
+)
+async def test_a_worker_plays(section: dict[str, Any]) -> None:
+    """A worker loads the environment outside the process's main thread."""
+    model = ROOT / "examples/models/tiny_chat"
+    domain = DomainConfig.model_validate({"data": {"train": "none.jsonl"}, "template": {"name": "chat"}, "environment": section})
+    pool = EnvironmentPool("x", domain, model)
+    await pool.start()
+    try:
+        assert await pool.problem([Prompt("x", 0, "Play.", (5,), question="Play.")]) is None
+    finally:
+        pool.close()
 
 
 # ---------------------------------------------------------------- TextArena and reasoning-gym
@@ -229,7 +288,7 @@ async def test_what_fails_on_an_openenv_server_is_no_score(play: Play, server: s
 
 # ---------------------------------------------------------------- verifiers
 
-HIGHER = {"name": "verifiers", "id": CASES}
+HIGHER = {"name": "verifiers", "id": VERIFIERS}
 
 
 async def test_an_environment_of_verifiers_message_by_message(play: Play) -> None:

@@ -45,6 +45,9 @@ class Characters:
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return [*([] if response_ids[-1:] == [0] else [0]), *self.prompt(messages)]
 
+    def content_tokens(self, messages: Sequence[Message]) -> int:
+        return len(self.prompt(messages))
+
     def message(self, response_ids: Sequence[int]) -> Message:
         return {"role": "assistant", "content": "".join(chr(one) for one in response_ids if one)}
 
@@ -113,7 +116,8 @@ async def test_a_class_plays_until_it_is_done() -> None:
     record = end.record
     assert (record.rewards, record.score, record.correct, end.finish_reason) == ((-0.25, -0.25, 1.5), 1.0, True, None)
     assert [message["content"] for message in record.messages] == ["Guess.", "1", "higher", "5", "lower", "3"]
-    assert (record.metrics["turns"], record.metrics["hits"], record.metrics["environment_tokens"]) == (3, 1, 11)
+    assert (record.metrics["turns"], record.metrics["hits"]) == (3, 1)
+    assert (record.metrics["policy_tokens"], record.metrics["environment_tokens"], record.metrics["template_tokens"]) == (6, 11, 0)
     assert Guess.closed == before + 1
 
 

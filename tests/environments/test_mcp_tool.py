@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,9 +17,13 @@ import psutil
 import pytest
 from environments.tool_play import answer, begin, loaded, played, player_of
 
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.environments import McpToolConfig
+from roll_lite.environments.check import check_environments
 from roll_lite.environments.episode import Cancel, Ended, Failed
 from roll_lite.environments.tools import Tools
+from roll_lite.files import CONFIGS
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.slow  # a server takes seconds to import its libraries
@@ -35,7 +41,8 @@ def tools() -> list[Tools]:
 
 
 def servers() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if str(SERVER) in " ".join(one.cmdline())]
+    children = psutil.process_iter(["ppid", "cmdline"])  # of a process that has just ended, the command line is empty
+    return [one for one in children if one.info["ppid"] == os.getpid() and str(SERVER) in " ".join(one.info["cmdline"] or ())]
 
 
 def test_tools_are_described(tools: list[Tools]) -> None:
@@ -87,6 +94,28 @@ async def test_a_cancelled_or_late_call_ends_the_server(tools: list[Tools]) -> N
 def test_servers_that_do_not_answer(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         loaded(settings(**given))
+
+
+UNKNOWN = {"name": "mcp", "command": COMMAND, "tools": ["add", "divid"]}
+SILENT = {"name": "mcp", "command": [sys.executable, "-c", "import time; time.sleep(60)"]}
+ALL = {"name": "mcp", "command": COMMAND}
+
+
+@pytest.mark.parametrize(
+    ("tools", "limit", "says"),
+    [
+        ([UNKNOWN], 60, "tools.0: tools: the server has no tool 'divid'; did you mean 'divide'"),
+        ([SILENT], 3, r"tools.0: was not ready within 3 s \(start_timeout_s\)"),
+        ([ALL, ALL], 60, "environment.tools: the model cannot tell tools of one name apart: add, divide, picture, wait, die, add"),
+    ],
+    ids=["unknown", "silent", "twice"],
+)
+def test_check_asks_the_server_for_its_tools(tools: list[dict[str, Any]], limit: int, says: str) -> None:
+    calculator = "domains.calculator.environment"
+    overrides = [f"{calculator}.tools={json.dumps(tools)}", f"{calculator}.start_timeout_s={limit}"]
+    with pytest.raises(ConfigError, match=says) as refused:
+        load_config("tiny_calculator", CONFIGS, overrides, further=[check_environments])
+    assert len(refused.value.problems) == 1
 
 
 @pytest.fixture

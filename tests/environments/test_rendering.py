@@ -350,3 +350,13 @@ def test_tools_are_repeated_where_the_template_writes_them_again(tokenizer_of: M
     assert (
         tokenizer.decode(renderer.continuation([5], [result])) == '</s>[TOOL_RESULTS]{"content": 21, "call_id": "call00000"}[/TOOL_RESULTS]'
     )
+
+
+def test_the_template_is_told_from_the_contents(tokenizer_of: MakeTokenizer) -> None:
+    """Also of a text that spells a special token, or that a tokenizer would refuse."""
+    tokenizer = tokenizer_of("qwen2.5")
+    renderer = ChatRenderer(tokenizer, None, {}, None, SETTING)
+    around = len(renderer.continuation([], [{"role": "user", "content": ""}]))
+    for content in ("higher", "<|im_end|>", "one\ud800two"):
+        messages = [{"role": "user", "content": content}]
+        assert 0 < renderer.content_tokens(messages) == len(renderer.continuation([], messages)) - around

@@ -9,12 +9,33 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas
 import pytest
+from support_dumps import assert_same
 
-from roll_lite.data.samples import Branch, Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Transcript, Turn, VersionSpan
+from roll_lite.data.dumps import load_dump, write_dump
+from roll_lite.data.samples import (
+    Author,
+    Branch,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    SampleGroup,
+    SampleId,
+    SampleOutcome,
+    Sampling,
+    Score,
+    TokenRow,
+    Transcript,
+    Turn,
+    VersionSpan,
+)
 from roll_lite.environments.agents import AgentSession
 from roll_lite.environments.base import EpisodeOver, Message
 from roll_lite.environments.endpoint.api import ChatReply, ChatRequest, as_sent
@@ -22,6 +43,7 @@ from roll_lite.environments.episode import Answer, Ask, Limits, Policy
 from roll_lite.environments.rendering import ChatRenderer
 from roll_lite.scheduler.runner import Ask as AskEngine
 from roll_lite.scheduler.runner import Conversation
+from roll_lite.workers.rollout_output import rows_of
 from roll_lite.workers.token_blocks import TokenRecord, context_record, token_block
 from tests.environments.test_rendering import FAMILIES, TOOLS
 
@@ -210,8 +232,12 @@ async def played(
     session.end()
     record = policy.record()
     conversation.end(record, policy.finish_reason)
-    assert record.metrics["rows"] == len(conversation.transcript().rows)
-    return agent, asks, conversation.transcript()
+    transcript = conversation.transcript()
+    assert record.metrics["rows"] == len(transcript.rows)
+    counted = {author: sum(one.length for row in transcript.rows for one in row.segments if one.author is author) for author in Author}
+    assert record.metrics["policy_tokens"] == counted[Author.POLICY]
+    assert 0 <= record.metrics["template_tokens"] <= record.metrics["environment_tokens"] == counted[Author.ENVIRONMENT]
+    return agent, asks, transcript
 
 
 def renderers_of(tokenizer: Any) -> Callable[[Any], ChatRenderer]:
@@ -222,7 +248,17 @@ def renderers_of(tokenizer: Any) -> Callable[[Any], ChatRenderer]:
     return lambda tools: by_tools(json.dumps(tools))
 
 
-def check(engine: Engine, rows: Sequence[Branch]) -> None:
+class ReadRow(NamedTuple):
+    """Row of a dump."""
+
+    tokens: TokenRow | None
+    prompt_length: int
+    response_length: int
+    policy_tokens: int
+    versions: Sequence[VersionSpan]
+
+
+def check(engine: Engine, rows: Sequence[Branch | ReadRow]) -> None:
     by_first = {sampled.log_probs[0]: sampled for sampled in engine.sampled}
     trained: list[float] = []
     for row in rows:
@@ -287,3 +323,39 @@ async def test_every_sampled_token_trains_once(conversations: int, family: str, 
         forked += len(parents) - len(set(parents))
     assert min(rows - conversations, continued, forked) > conversations / 10, (rows, continued, forked)
     assert refused < responses / 4
+
+
+async def test_a_dump_gives_every_branch_back(tmp_path: Path, tokenizer_of: Callable[[str], Any]) -> None:
+    """What a replay trains passes the same proof: rows of the same samples, with ids, log-probs and versions as they were sampled."""
+    tokenizer = tokenizer_of("qwen3")
+    encode = cache(lambda text: tokenizer.encode(text, add_special_tokens=False))
+    renderers, engines, groups = renderers_of(tokenizer), dict[tuple[int, int], Engine](), []
+    for group in range(10):
+        samples = []
+        for index in range(2):
+            chance = random.Random(f"{group} {index}")
+            engine = engines[group, index] = Engine(chance, tokenizer.eos_token_id, encode, "qwen3")
+            _, _, transcript = await played(chance, "qwen3", engine.ask, renderers, Sampling(1.0, ROOM), Limits(20, 60.0, 1000), "proof")
+            prompt = Prompt("add", group, "", ())
+            samples.append(
+                Sample(SampleId("add", group, 0, group, index), prompt, transcript, SampleOutcome.ACCEPTED, Score(chance.random()))
+            )
+        groups.append(SampleGroup(group, "add", tuple(samples)))
+    rows = rows_of(groups, {"add": 1.0})
+    path = tmp_path / "step_000001.parquet"
+    write_dump(path, groups, rows, list, {"step": 1, "config": {}, "tokenizer": "", "stats": {"domains": {}}})
+    dumped = load_dump(path)
+    assert_same(dumped.select(rows.keys()), rows)
+    frame = pandas.read_parquet(path).set_index("sample")
+    found = dict[tuple[int, int], list[ReadRow]]()
+    for row, number in enumerate(dumped.tensor("sample").tolist()):
+        line = frame.loc[number]
+        ids, mask, log_probs = (dumped.ragged(name).row(row).numpy() for name in ("input_ids", "response_mask", "rollout_log_probs"))
+        tokens = TokenRow(token_block([TokenRecord(ids, mask, np.append(np.float32(0), log_probs))]), 0, len(ids))
+        spans = [VersionSpan(span["start"], span["version"]) for span in line["versions"]]
+        assert (spans[0].version, spans[-1].version) == (line["min_version"], line["max_version"])
+        read = ReadRow(tokens, line["prompt_length"], line["response_length"], line["policy_tokens"], spans)
+        found.setdefault((line["group"], line["index"]), []).append(read)
+    assert found.keys() == engines.keys() and sum(len(one) > 1 for one in found.values()) > 10
+    for name, engine in engines.items():
+        check(engine, found[name])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from engine_harness import require
 
+from roll_lite.config.schema.environments import PythonToolConfig
+from roll_lite.environments.python_tool import Interpreter
 from roll_lite.environments.tool_calls import CallFormat, Parsed, ToolCallParser, family_of, schema_of
 
 FAMILY: dict[str, str] = {"hermes": "qwen3", "qwen3_coder": "qwen3", "llama3": "llama3.1", "mistral": "mistral-nemo"}
@@ -159,6 +165,90 @@ def test_calls_in_thoughts_do_not_count(parse: Callable[..., Parsed], text: str,
     assert len(found.calls) == count
     assert found.content.count(call) == text.count("{call}") - count
     assert found.content.startswith(text[:5] if text[:5] != "<thin" else "<think>") or "I try" not in text
+
+
+PYTHON = {"name": "python", "parameters": {"type": "object", "properties": {"code": {"type": "string"}}}}
+CODE = 'import math\nprint(math.pi, {"name": 1})'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<|python_tag|>{CODE}<|eom_id|>", "", [("python", {"code": CODE})]),
+        (f"Let me see. <|python_tag|>\n{CODE}", "Let me see.", [("python", {"code": CODE})]),
+        ("<|python_tag|>5 + 3", "", [("python", {"code": "5 + 3"})]),
+        ("<|python_tag|>[1, 2]", "", [("python", {"code": "[1, 2]"})]),
+        (f"<|python_tag|>{CALL}", "", [("weather", PARIS)]),
+        (f"<|python_tag|> {CALL}; {CALL}", "", [("weather", PARIS), ("weather", PARIS)]),
+        ('<|python_tag|>{"name": "python", "parameters": {"code": "1"}}', "", [("python", {"code": "1"})]),
+        (
+            '<|python_tag|>{"name": "weather", "parameters": {"ci',
+            "",
+            [("", "not valid JSON: Unterminated string starting at character 35")],
+        ),
+        (f"{CODE}", CODE, []),
+    ],
+)
+def test_code_behind_llamas_python_tag_is_a_call_of_the_interpreter(
+    tokenizer_of: Callable[[str], Any], text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    tokenizer = tokenizer_of("llama3.1")
+    parser = ToolCallParser(tokenizer, "llama3", [{"type": "function", "function": PYTHON}, *TOOLS])
+    found = parser.parse(tokenizer.encode(text, add_special_tokens=False))
+    assert (found.content, called(found)) == (content, calls)
+
+
+def test_the_shipped_interpreter_takes_code_behind_the_tag(tokenizer_of: Callable[[str], Any]) -> None:
+    tokenizer = tokenizer_of("llama3.1")
+    parser = ToolCallParser(tokenizer, "llama3", [schema_of(Interpreter(PythonToolConfig(name="python")).python)])
+    assert called(parser.parse(tokenizer.encode(f"<|python_tag|>{CODE}", add_special_tokens=False))) == [("python", {"code": CODE})]
+
+
+CODER_VALUES: dict[str, Any] = {
+    "text": ["12", "a\nb\n", "", "  indented\n    more", "<b>x</b> & 'y' \"z\"", "Ünïcödé 🎉"],
+    "count": [0, -7, 10**12],
+    "exact": [True, False],
+    "parts": [[], [1, "a", None], [{"a": [1.5]}]],
+}
+
+
+def coder_text(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls as Qwen3-Coder's chat template writes them: containers as JSON, other values as Python's str."""
+    blocks = []
+    for name, arguments in calls:
+        shown = {key: json.dumps(value) if isinstance(value, list) else str(value) for key, value in arguments.items()}
+        inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in shown.items())
+        blocks.append(f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>")
+    return "\n".join(blocks)
+
+
+def coder_cases() -> list[list[tuple[str, dict[str, Any]]]]:
+    single = [[("f", {key: value})] for key, values in CODER_VALUES.items() for value in values]
+    whole = [("f", {key: values[place % len(values)] for key, values in CODER_VALUES.items()}) for place in range(4)]
+    return [*single, *([one] for one in whole), whole, [("f", {}), ("f", {"count": 1})]]
+
+
+def test_calls_of_qwen3_coder_come_back_as_they_were(parse: Callable[..., Parsed]) -> None:
+    for calls in coder_cases():
+        found = parse("qwen3_coder", f"I call it.\n\n{coder_text(calls)}<|im_end|>")
+        assert (called(found), found.content) == (calls, "I call it.")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_engines_parsers_find_the_same_calls(
+    parse: Callable[..., Parsed], tokenizer_of: Callable[[str], Any], tmp_path: Path, engine: str
+) -> None:
+    require(engine)
+    tokenizer_of("qwen3").save_pretrained(tmp_path)
+    texts = [f"I call it.\n\n{coder_text(calls)}" for calls in coder_cases()]
+    program = [sys.executable, str(Path(__file__).with_name("engine_parsers.py")), engine, str(tmp_path)]
+    done = subprocess.run(program, input=json.dumps([texts, TOOLS]), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    for text, calls in zip(texts, theirs, strict=True):
+        assert called(parse("qwen3_coder", text)) == [tuple(one) for one in calls], text
 
 
 def test_ids(parse: Callable[..., Parsed]) -> None:

@@ -23,6 +23,9 @@ class JsonCalls:
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         return self.prompt(messages)
 
+    def content_tokens(self, messages: Sequence[Message]) -> int:
+        return sum(len(message["content"]) for message in messages)
+
     def message(self, response_ids: Sequence[int]) -> Message:
         text = bytes(response_ids).decode()
         if not text.startswith("["):

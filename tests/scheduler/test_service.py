@@ -24,11 +24,12 @@ from scheduler_support import (
 from support_scripted import Response, Script
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Sampling
+from roll_lite.data.samples import EpisodeRecord, GenerationRequest, Prompt, RewardInput, SampleGroup, SampleOutcome, Sampling
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.domain import DomainFailed
 from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.router import NoEngineLeft
+from roll_lite.scheduler.runner import Conversation
 from roll_lite.scheduler.service import RolloutResult, RolloutService, accepted
 from roll_lite.simulator.clock import run_virtual
 
@@ -573,3 +574,29 @@ def test_validation_repeats_in_deterministic_runs() -> None:
         return [(sample.id, tokens_of(sample), sample.outcome) for group in result.groups for sample in group.samples]
 
     assert run_virtual(main(0.0)) == run_virtual(main(0.7))
+
+
+def test_a_slow_environment_takes_no_engine_from_other_domains() -> None:
+    """While its episodes wait, the engine answers the other domain's requests: these are done as early as with a quick environment."""
+
+    def last_of(seconds: float) -> dict[str, float]:
+        async def waits(prompt: Prompt, conversation: Conversation) -> None:
+            await conversation.respond(prompt.token_ids, 0)
+            await asyncio.sleep(seconds)
+            await conversation.respond((1, 2), 1, after=0)
+            conversation.end(EpisodeRecord((), (0.0, 1.0), 1.0))
+
+        async def main() -> RolloutResult:
+            domains = [make_domain("a", 0, episode=waits), make_domain("b", 1)]
+            service, *_ = make_service(domains, [by_tokens(10, 1.0)], slots=4, engine_slots=4)
+            result = await service.next_batch(8)
+            service.close()
+            return result
+
+        found: dict[str, float] = {}
+        for group in run_virtual(main()).groups:
+            found[group.domain] = max(found.get(group.domain, 0.0), *(sample.generated for sample in group.samples))
+        return found
+
+    quick, slow = last_of(0.0), last_of(10_000.0)
+    assert slow["a"] > 10_000.0 > 1000.0 > quick["b"] >= slow["b"] > 0.0, (quick, slow)

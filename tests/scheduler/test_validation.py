@@ -13,11 +13,15 @@ import pytest
 from scheduler_support import Prompts, TimedReward, by_tokens, make_domain, make_service
 from support_scripted import Response, Script, ScriptedEngine
 
-from roll_lite.data.samples import GenerationRequest, RewardInput, Sampling, Score
+from roll_lite.data.samples import EpisodeRecord, GenerationRequest, Prompt, RewardInput, SampleGroup, Sampling, Score
+from roll_lite.pipeline.journal import held_out_metrics
+from roll_lite.rewards.environment import EnvironmentReward
 from roll_lite.scheduler.router import NoEngineLeft, Router
-from roll_lite.scheduler.service import RolloutResult, RolloutService
+from roll_lite.scheduler.runner import Conversation
+from roll_lite.scheduler.service import RolloutResult, RolloutService, accepted
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync
 from roll_lite.simulator.clock import run_virtual
+from roll_lite.workers.rollout_output import held_out_rows
 
 TEN_SECONDS = by_tokens(10, 1.0)
 
@@ -249,3 +253,45 @@ def test_another_validation_asks_by_other_names_for_the_same_responses() -> None
     ]
     assert len({request.request_id for request in asked}) == len(asked) == 12
     assert [request.sampling.seed for request in asked[:6]] == [request.sampling.seed for request in asked[6:]]
+
+
+SOLVED = (0, 2, 5)
+"""Of six episodes of each prompt."""
+
+
+async def two_turns(prompt: Prompt, conversation: Conversation) -> None:
+    """Every third episode has a branch, which is a row of the same sample."""
+    index = int(conversation.request_id.split("/")[4])
+    await conversation.respond(prompt.token_ids, 0)
+    await conversation.respond((1, 2, 3), 1, after=0)
+    if index % 3 == 0:
+        await conversation.respond((1, 2), 2, after=0)
+    is_solved = index < SOLVED[prompt.uid]
+    conversation.end(EpisodeRecord((), (-0.25, 1.5 * is_solved), -0.25 + 1.5 * is_solved, is_solved))
+
+
+class OfEpisode(TimedReward):
+    async def score(self, item: RewardInput) -> Score:
+        return EnvironmentReward()(item)
+
+
+def test_pass_at_k_of_episodes_is_that_worked_out_by_hand() -> None:
+    """1 - C(6 - c, k) / C(6, k) for c of 6 right; the best of k has the reward of a right one if there is one."""
+
+    async def main() -> list[SampleGroup]:
+        domain = make_domain("a", validation=Prompts("a", 0, 3), rewards=OfEpisode(), episode=two_turns)
+        service, *_ = make_service([domain], [by_tokens(5)])
+        result = await service.evaluate(6, {"a": Sampling(1.0, 64)})
+        service.close()
+        return result.groups
+
+    groups = run_virtual(main())
+    assert [sum(len(sample.transcript.rows) for sample in group.samples) for group in groups] == [8, 8, 8]
+    got = held_out_metrics(held_out_rows(accepted(groups), {"a": 1.0}, {"a": []}), 6).values()
+    chances = {2: (0, 9 / 15, 1), 4: (0, 14 / 15, 1), 6: (0, 1, 1)}
+    expected = {"samples": 18, "prompts": 3, "accuracy": 7 / 18, "reward": (7 * 1.25 - 11 * 0.25) / 18}
+    for k, of_prompts in chances.items():
+        expected[f"pass@{k}"] = sum(of_prompts) / 3
+        expected[f"best@{k}"] = sum(1.25 * chance - 0.25 * (1 - chance) for chance in of_prompts) / 3
+    assert {name: got[f"domain/a/validation/{name}"] for name in expected} == pytest.approx(expected)
+    assert not any("maj@" in name for name in got), "an environment reads no answers to vote on"

@@ -223,6 +223,7 @@ class RewardConfig(Section):
 
 
 ENVIRONMENT_REWARD = "environment"
+TOOLS_NEED_CHAT = "tools are described to the model by a chat template; use name: chat"
 
 
 class DomainConfig(Section):
@@ -254,7 +255,7 @@ class DomainConfig(Section):
     @rule
     def _calls(self) -> Mistakes:
         if isinstance(self.environment, ToolsEnvironmentConfig) and isinstance(self.template, PlainTemplateConfig):
-            yield "template.name", "tools are described to the model by a chat template; use name: chat"
+            yield "template.name", TOOLS_NEED_CHAT
 
 
 def rewards_turns(domain: DomainConfig) -> bool:

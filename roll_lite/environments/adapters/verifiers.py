@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +16,7 @@ try:
     import verifiers as vf
     from verifiers.clients import OpenAIChatCompletionsClient
 except ImportError as error:
-    raise ValueError(f'verifiers {version("verifiers")} has no `load_environment`: pip install "roll_lite[verifiers]"') from error
+    raise ImportError(f'version {version("verifiers")} has no `load_environment`; pip install "roll_lite[verifiers]"') from error
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
@@ -22,7 +24,8 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Epi
     search_current_folder()
     place = f"{path}.id: {settings.id!r}"
     try:
-        environment = vf.load_environment(settings.id, **settings.args)
+        with _signals_kept():
+            environment = vf.load_environment(settings.id, **settings.args)
     except Exception as error:  # a user's environment may raise anything
         raise ValueError(f"{place}: {error}") from error
     if environment.rubric.has_group_rewards:
@@ -41,6 +44,17 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Epi
         return float(result["reward"])
 
     return play, tools
+
+
+@contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ignore calls of signal.signal. Environments of verifiers set handlers of SIGINT and SIGTERM: that raises ValueError outside the main
+    thread, where workers load them, and the handlers belong to the process."""
+    register, signal.signal = signal.signal, lambda *_: None
+    try:
+        yield
+    finally:
+        signal.signal = register
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
