@@ -276,6 +276,8 @@ def chosen(names: Sequence[str], rest: str) -> list[str]:
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):
         return exact
+    if not files:
+        raise ValueError(f"it has no data files of a kind that is read here: {', '.join(DATA_FILES)}")
     configurations: dict[str, list[PurePosixPath]] = {}
     for file in files:
         folders = [one for one in file.parts[:-1] if one != "data" and one not in _SPLIT_OF]
@@ -284,8 +286,10 @@ def chosen(names: Sequence[str], rest: str) -> list[str]:
     if not wanted and len(configurations) == 1:
         found = files
     if not found:
-        listed = ", ".join(configurations) or "none with " + ", ".join(DATA_FILES)
-        raise ValueError(f"it has {'no' if wanted else 'several'} configuration{f' or file {wanted!r}' if wanted else 's'}: {listed}")
+        listed = ", ".join(configurations)
+        if wanted:
+            raise ValueError(f"it has no configuration or file {wanted!r}; there are {listed}")
+        raise ValueError(f"it has several configurations, {listed}: name one, hf://owner/name/CONFIGURATION")
     found = next(same for suffix in DATA_FILES if (same := [file for file in found if file.suffix == suffix]))
     splits: dict[str, list[str]] = {}
     for file in found:

@@ -117,7 +117,7 @@ def test_every_name_that_cannot_be_used_is_told_with_a_remedy(hub: Mirror, tmp_p
         "hf://acme/private/main?split=train": "has no dataset acme/private, or it is private: check the spelling, or set HF_TOKEN",
         "hf://acme/problems/main?split=dev": "it has no split 'dev'; there are test, train",
         "hf://acme/problems": "it has several splits; there are test, train: add ?split=...",
-        "hf://acme/problems/socratic?split=train": "it has no configuration or file 'socratic': main",
+        "hf://acme/problems/socratic?split=train": "it has no configuration or file 'socratic'; there are main",
         "hf://acme/problems?split=train&revision=v9": "the dataset acme/problems has no revision 'v9'; name a branch, a tag or a whole",
         "hf://acme/problems?part=train": "behind the name of a dataset may stand ?split=..., ?revision=... and a configuration",
         "hf://problems": "it is no name of the hub; write hf://owner/name",
@@ -278,8 +278,8 @@ def test_the_files_of_a_split(files: list[str], asked: str, found: list[str]) ->
     ("files", "asked", "says"),
     [
         (["data/train_sft-0.parquet", "data/train_prefs-0.parquet"], "?split=train", "no split 'train'; there are train_prefs, train_sft"),
-        (["a/train.jsonl", "b/train.jsonl"], "?split=train", "several configurations: a, b"),
-        (["README.md"], "?split=train", "several configurations: none with .parquet"),
+        (["a/train.jsonl", "b/train.jsonl"], "?split=train", "several configurations, a, b: name one, hf://owner/name/CONFIGURATION"),
+        (["README.md"], "?split=train", "it has no data files of a kind that is read here: .parquet, .jsonl, .csv, .json"),
     ],
 )
 def test_what_is_not_clear_is_refused(files: list[str], asked: str, says: str) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import psutil
 import ray
 import ray._private.authentication.authentication_token_setup
+import ray._private.parameter
+import ray._private.services
 import ray._private.utils
 
 from roll_lite.config.schema.run import RayConfig
@@ -196,7 +198,7 @@ def _expect_grpc(connection: socket.socket) -> None:
 def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
     with _guarded(run_folder) as (folder, mark):
         try:
-            with _starting({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, config):
+            with _starting({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, config), _few_processes():
                 context = ray.init(
                     address="local",
                     _temp_dir=str(folder),
@@ -215,6 +217,20 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
         finally:
             _end_stopped_servers()
             _disconnect()
+
+
+@contextmanager
+def _few_processes() -> Iterator[None]:
+    """Let ray.init start no dashboard, autoscaler or log monitor, which no private cluster needs. Ray has no settings for that: with
+    include_dashboard=False its dashboard still starts, without pages, and ray.init waits for it."""
+    parameter, services = ray._private.parameter, ray._private.services
+    before = parameter.RayParams, services.start_api_server
+    parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    services.start_api_server = lambda *_, **__: ("", None)  # neither address nor process
+    try:
+        yield
+    finally:
+        parameter.RayParams, services.start_api_server = before
 
 
 def _children() -> list[int]:

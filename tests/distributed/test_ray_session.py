@@ -100,6 +100,8 @@ def test_nothing_is_left_behind(tmp: Path, how: str, end: signal.Signals | None)
             processes = family(driver.pid)
             names = {process.name() for process in processes}
             assert {"raylet", "gcs_server", "ray::DashboardAgent"} < names and any(name.startswith("ray::Adder") for name in names), names
+            commands = [" ".join(process.cmdline()) for process in processes]
+            assert [one for one in commands if "dashboard.py" in one or "monitor.py" in one] == [], "not needed, and each takes a second"
             assert len(list(tmp.glob("rl-*"))) == 1
             driver.send_signal(end)
         wait_until(lambda: driver.poll() is not None)

@@ -57,6 +57,10 @@ async def test_curves_compare_runs_and_follow_a_live_one(tab: Tab, address: str,
     )
     await tab.value("const add = document.getElementById('add'); add.value = 'time/train'; add.dispatchEvent(new Event('change'))")
     await tab.until("document.querySelector('[aria-label=\"Curve of time/train\"]')")
+    await tab.value("window.before = fetch; window.fetch = () => Promise.reject(new Error('refused'))")
+    await tab.until("document.getElementById('live').textContent.startsWith('roll-lite view does not answer')")
+    await tab.value("window.fetch = window.before")
+    await tab.until("document.getElementById('live').textContent === 'live'")
     assert await tab.value(TIDY) and await tab.value(UNNAMED) == []
     assert {url.split("/")[2] for url in tab.requests if url.startswith("http")} == {address.split("/")[2]}, "nothing from elsewhere"
 

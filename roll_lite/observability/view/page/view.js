@@ -498,14 +498,17 @@ addEventListener("keydown", event => {
   else if (event.key === "?") openHelp();
 });
 
+let lost = false;
 async function poll() {
-  const before = JSON.stringify(state.runs);
   try {
-    if (!document.hidden) state.runs = await ask("runs");
-    if (JSON.stringify(state.runs) !== before) await draw(true);
+    const runs = document.hidden ? state.runs : await ask("runs");
+    const changed = lost && !document.hidden || JSON.stringify(runs) !== JSON.stringify(state.runs);
+    state.runs = runs;
+    if (changed) { lost = false; await draw(true); }
   } catch {
+    lost = true;
     const live = document.getElementById("live");
-    live.textContent = "no answer: has roll-lite view ended?"; live.classList.remove("on");
+    live.textContent = "roll-lite view does not answer; start it again if it has ended"; live.classList.remove("on");
   }
   setTimeout(poll, 2000);
 }
