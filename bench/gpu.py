@@ -10,11 +10,12 @@
 - step: median seconds of a step of the demo's run after its first, by phase.
 
 The first three are of one tensor rank of Qwen2.5-7B on two (`7b_tp2`): half of its heads, of its MLP and of its 152,064 words, with random
-weights and without the exchange with the other rank. State is not sharded over data ranks: 28 layers take a GPU with 140 GB, and a smaller
-one gets 14. Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without
+weights, Qwen3's norms of queries and keys (whose config names a head's size), and no exchange with the other rank. State is not sharded
+over data ranks, so that there are 20 of 28 layers (98 GiB with a step, by the count of `roll-lite plan`), or 10 (55 GiB) on a GPU with less
+than 120 GB. Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without
 arguments then only what needs no engine, on a small model. Parts whose engine is not installed are skipped, and say so.
 
-    python bench/gpu.py [--parts train head offload sync rollout step] [--shape 7b_tp2] [--layers 28] [--tokens 16384] [--micro 2]
+    python bench/gpu.py [--parts train head offload sync rollout step] [--shape 7b_tp2] [--layers 20] [--tokens 16384] [--micro 2]
                         [--recompute none] [--rounds 5] [--engine vllm]
 """
 
@@ -54,7 +55,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
         "head_dim": 128,
         "vocab_size": 76_032,
-        "num_hidden_layers": 28,
+        "num_hidden_layers": 20,
     },
     "small": {
         "hidden_size": 128,
@@ -125,7 +126,7 @@ def one_rank(chosen: argparse.Namespace) -> Iterator[Any]:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kind = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+        kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
         shape = SHAPES[chosen.shape] | {"num_hidden_layers": layers_of(chosen)}
         (folder / "config.json").write_text(json.dumps(kind | shape | {"tie_word_embeddings": False, "hidden_act": "silu"}))
         backend = "cpu:gloo,cuda:nccl" if device().type == "cuda" else "gloo"
