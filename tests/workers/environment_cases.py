@@ -58,6 +58,18 @@ class NeverCloses(HigherLower):
         time.sleep(600)
 
 
+class HangsInThread:
+    """Hang in a step that runs in a thread, if the row says so."""
+
+    def reset(self, task: Task) -> None:
+        self.hangs = bool(task.columns.get("trouble"))
+
+    def step(self, message: Message) -> Step:
+        if self.hangs:
+            time.sleep(600)
+        return Step(reward=1.0, done=True)
+
+
 class NoStep:
     def reset(self, task: Task) -> None: ...
 

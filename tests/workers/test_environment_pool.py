@@ -149,6 +149,28 @@ async def test_a_blocked_worker_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.nightly
+async def test_a_worker_in_which_calls_hang_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python cannot end their threads. Another episode of the worker is repeated without blame."""
+    monkeypatch.setattr(environment, "STUCK_THREADS", 2)
+    asked = asyncio.Event()
+
+    async def never(request: GenerationRequest, _: Turn | None) -> Turn:
+        asked.set()
+        await asyncio.sleep(600)
+        raise AssertionError
+
+    async with pool("HangsInThread", turn_timeout_s=1.0) as environments:
+        other = asyncio.create_task(outcome(environments, Conversation(never, "r", Sampling(1.0, 40), wants_ids=True)))
+        await asked.wait()
+        hung = await asyncio.gather(*(outcome(environments, conversation("x"), trouble="hang") for _ in range(2)))
+        assert all("it took longer than 1 s (turn_timeout_s)" in one for one in hung), hung
+        async with asyncio.timeout(120):
+            told = await other
+        assert told.startswith("uncounted: ") and "2 calls hang in it" in told
+        assert await outcome(environments, conversation("x")) == "played" and environments.newly_replaced() == 1
+
+
+@pytest.mark.nightly
 async def test_an_episode_that_does_not_even_end_costs_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "GRACE_SECONDS", 0.5)
     async with pool("NeverCloses", turn_timeout_s=1.0) as environments:
