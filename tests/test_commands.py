@@ -24,7 +24,7 @@ from docs_scheduling import IMAGES, TIMELINES
 from roll_lite.cli import PROJECTS, _parser, main
 from roll_lite.config.loading import load_config
 from roll_lite.config.presets import presets
-from roll_lite.files import CONFIGS
+from roll_lite.files import CONFIGS, EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -153,6 +153,10 @@ def is_a_command_of_ray(words: list[str]) -> None:
     asked = [sys.executable, "-m", "ray.scripts.scripts", *command, "--help"]
     told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert all(word in told for word in words if word.startswith("--"))
+
+
+def audits_with_the_packages_script(words: list[str]) -> None:
+    assert words[1:] == ["-m", "roll_lite.examples.audit", "runs/latest"] and (EXAMPLES / "audit.py").is_file()
 
 
 def asks_a_job_server(words: list[str]) -> None:
@@ -310,6 +314,7 @@ ELSEWHERE = {
     "python examples/recompute.py runs/latest": recomputes_a_run,
     "python examples/read_dumps.py runs/latest": reads_dumps,
     "python examples/audit.py runs/latest": audits_a_ledger,
+    "python -m roll_lite.examples.audit runs/latest": audits_with_the_packages_script,
     "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,
 }
 """Commands that need a network, a cluster or a finished run, and what is tested of them instead."""
