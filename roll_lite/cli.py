@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -50,7 +51,17 @@ INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
 """Exit code (EX_IOERR) if output cannot be written: a full disk, a lost terminal."""
-CHECKS = (check_store, check_resumption, check_dumps, engine_arguments_fit, check_data, check_rewards, check_environments)
+CHECKS = (
+    check_store,
+    check_resumption,
+    check_dumps,
+    engine_arguments_fit,
+    check_data,
+    check_rewards,
+    partial(check_environments, makes=False),
+)
+OF_CHECK = (*CHECKS[:-1], check_environments)
+"""Checks of `roll-lite check`. The others make no environments and start no servers: a run's workers do so before it trains."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
@@ -123,7 +134,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         if parsed.command == "launch":
             return _launch(parsed, overrides)
         imagined = parsed.command in ("simulate", "plan")
-        further = {"simulate": (simulated_domains,), "plan": (simulated_domains,), "run": OF_RUNS}.get(parsed.command, CHECKS)
+        of_check: Sequence[Check] = CHECKS if getattr(parsed, "cfg", None) else OF_CHECK
+        further: Sequence[Check] = {"run": OF_RUNS, "check": of_check}.get(parsed.command, CHECKS)
+        further = (simulated_domains,) if imagined else further
         needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
         config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:
@@ -222,10 +235,12 @@ def _alternatives(name: str, override: str) -> list[str]:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest`, which leads to another run once the sweep's first run has started."""
+    """Replace a path through the link `latest`, which leads to another run once a run has started."""
     key, sign, value = override.partition("=")
     path = Path(value)
-    return f"{key}={path.resolve()}" if sign and LATEST in path.parts and kind_of(path) else override
+    with suppress(ValueError):  # loading tells what is wrong with it
+        return f"{key}={path.resolve()}" if sign and LATEST in path.parts and kind_of(path) else override
+    return override
 
 
 def _submit(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -247,6 +262,7 @@ def _launch(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     from roll_lite.launch.render import Launch
 
     name, folder = located(parsed.config_name, parsed.config_path)
+    overrides = list(map(_fixed, overrides))
     written = compose(name, folder, overrides)
     launch = Launch(parsed.target, parsed.config_name, parsed.config_path, overrides, parsed.image, parsed.claim)
     of_launch = (lambda _: written.problems, lambda config: launch.mistakes(config, find(name, folder)))
@@ -539,7 +555,9 @@ def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text}: expected a whole number from {least}{f' to {most}' if most < math.inf else ''}")
+            raise argparse.ArgumentTypeError(
+                f"{text}: expected a whole number{f' from {least} to {most}' if most < math.inf else f', {least} or more'}"
+            )
         return int(text)
 
     return read

@@ -36,7 +36,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads of a worker that answer `until_death`, `place` (heartbeat) and `stacks` while another method runs."""
+"""Threads of a worker that answer `until_death`, `place` (heartbeat) and `stand` while another method runs."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
     except (OSError, ValueError):
         return set()
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # the thread has ended, or its CPUs have changed
             os.sched_setaffinity(int(thread.name), near)
     return near
 

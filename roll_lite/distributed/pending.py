@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar, cast
@@ -19,7 +20,7 @@ from roll_lite.distributed.liveness import is_stopped, name_of
 from roll_lite.distributed.place import Place, stopped_at
 from roll_lite.distributed.rank_group import WATCH, RankGroup
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
-from roll_lite.distributed.worker import IN_COLLECTIVE
+from roll_lite.distributed.worker import Stand
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRe
     if silent := WATCH.silent():
         group, rank, seconds = silent
         ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
-        _give_up(group, ranks, group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
+        _give_up(group, ranks, group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)", rank)
     WATCH.run_errands()
     deaths = WATCH.deaths()
     both = [*refs, *deaths]
@@ -206,7 +207,7 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
     dead, _ = ray.wait(list(group.deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False)
     if dead:
         _fail_dead(group, group.deaths[dead[0]], call.phase)
-    note = f"\n\n{_ranks(unanswered)} had not answered yet{''.join(_stacks(group, unanswered).values())}" if unanswered else ""
+    note = f"\n\n{_ranks(unanswered)} had not answered yet{_told(group, unanswered, _stands(group, unanswered))}" if unanswered else ""
     _fail(group, call.rank, call.phase, error, note)
 
 
@@ -260,37 +261,62 @@ def _time_out(pending: Pending[Any], limit: Limit | None) -> NoReturn:
     _give_up(group, stuck, pending.phase, cause)
 
 
-def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> NoReturn:
+def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, blamed: int | None = None) -> NoReturn:
+    """Raise RankFailed of the group. `blamed`: the rank at fault, if known."""
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
-    stacks = _stacks(group, ranks)
-    at_fault = next((rank for rank in ranks if IN_COLLECTIVE not in stacks.get(rank, IN_COLLECTIVE)), ranks[0])
-    _end(group, RankFailed(group.name, at_fault, phase, cause + "".join(stacks.values()) + note, retryable=True))
+    stands = _stands(group, ranks)
+    first = at_fault(ranks, stands) if blamed is None else blamed
+    text = _told(group, [first, *(rank for rank in ranks if rank != first)], stands)
+    _end(group, RankFailed(group.name, first, phase, cause + text + note, retryable=True))
+
+
+def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
+    """Return the rank that the others wait for, by what those that answer have begun. A rank waits for another if it has begun a later
+    collective of a process group of both."""
+    if silent := [rank for rank in ranks if rank not in stands]:
+        return silent[0]
+    last = Counter[str]()
+    for stand in stands.values():
+        last |= Counter(stand.begun)
+    behind = {rank for rank in ranks if any(number < last[group] for group, number in stands[rank].begun.items())}
+    waiting = {
+        rank for rank in ranks for other in behind if any(stands[other].begun.get(group, n) < n for group, n in stands[rank].begun.items())
+    }
+    idle = [rank for rank in ranks if not stands[rank].unfinished]
+    return next(iter([rank for rank in ranks if rank in behind - waiting] or idle or ranks))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _stacks(group: RankGroup, stuck: Sequence[int]) -> dict[int, str]:
-    """Return {rank: stack traces} of up to MOST_STACKS ranks. Ranks that wait in no collective come first: the others may wait for them.
-    A rank that does not answer the call `stacks` is asked by SIGUSR1."""
+def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
+    """Ask ranks where they stand; return the answers that come within STACK_SECONDS."""
     if not group.deaths:
         return {}
-    refs = {group.stacks(rank): rank for rank in stuck}
+    refs = {group.stand(rank): rank for rank in ranks}
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STACK_SECONDS)
-    answers = dict[int, str]()
+    answers = dict[int, Stand]()
     for ref in ready:
         with suppress(ray.exceptions.RayError):  # the rank is given up anyway
-            answers[refs[ref]] = f"stands at\n{ray.get(ref)}"
-    texts = dict[int, str]()
-    for rank in sorted(stuck, key=lambda rank: IN_COLLECTIVE in answers.get(rank, ""))[:MOST_STACKS]:
+            answers[refs[ref]] = ray.get(ref)
+    return answers
+
+
+def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
+    """Return stack traces of the first MOST_STACKS ranks. A rank that has not answered is asked by SIGUSR1."""
+    if not group.deaths:
+        return ""
+    text = ""
+    for rank in ranks[:MOST_STACKS]:
         place = group.pulses[rank].place
         known = place.describe() if place is not None else "where its process is, is not known"
-        said = answers.get(rank) or f"does not say where it stands: {known}{_dumped(place, group.log_file(rank))}"
-        texts[rank] = f"\n\nrank {rank} {said}"
-    return texts
+        silent = f"does not say where it stands: {known}"
+        text += f"\n\nrank {rank} "
+        text += f"stands at\n{stands[rank]}" if rank in stands else f"{silent}{_dumped(place, group.log_file(rank))}"
+    return text
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:

@@ -162,8 +162,8 @@ class RankGroup:
         self.started, self.end = False, None
         self._watch()
 
-    def stacks(self, rank: int) -> ray.ObjectRef:
-        return self.actors[rank].stacks.options(**(self._watch_options or {})).remote()
+    def stand(self, rank: int) -> ray.ObjectRef:
+        return self.actors[rank].stand.options(**(self._watch_options or {})).remote()
 
 
 class LivenessWatch:

@@ -51,6 +51,8 @@ SERVERS = ("raylet", "gcs_server")
 LONGEST_BASE = 40
 """Maximum length of the temporary folder's path. Ray appends up to 64 characters, and a socket path has at most 107."""
 
+QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+"""In the driver: errors of calls whose result nobody wants any more, such as a replaced engine's, are not printed."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -84,10 +86,10 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
     log_folder = run_folder.resolve() / "logs" if run_folder else None
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
-        with _guarded(run_folder), _attached(address, config) as found:
+        with _guarded(run_folder), _attached(address, config) as found, changed_environment(QUIET):
             yield RaySession(found, started=False, log_folder=log_folder)
     else:
-        with _local(config, run_folder) as found:
+        with _local(config, run_folder) as found, changed_environment(QUIET):
             yield RaySession(found, started=True, log_folder=log_folder)
 
 
@@ -283,13 +285,16 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
+    """Limit the time of ray.init. Ray does not start its thread that prints what its servers report, such as a worker's death: the run
+    tells that itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
-    # Ray must not print what its servers report (a worker's death), nor errors of calls whose result nobody wants any more (a replaced
-    # engine's): the run tells what matters, and Ray's logs have it.
+    listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
-    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    with changed_environment(environment, without=("RAY_ADDRESS",)), limit:
-        yield
+    try:
+        with changed_environment(environment, without=("RAY_ADDRESS",)), limit:
+            yield
+    finally:
+        ray._private.worker.listen_error_messages = listen
 
 
 # ---------------------------------------------------------------- the private folder and its guard

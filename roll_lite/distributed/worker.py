@@ -12,10 +12,12 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import psutil
 import ray
@@ -31,6 +33,7 @@ ROLE = "ROLL_LITE_ROLE"
 LOG_FILE = "ROLL_LITE_LOG_FILE"
 STACK_FRAMES = 10
 IN_COLLECTIVE = "waits in collective"
+MOST_COLLECTIVES = 5
 TASKS = 20
 
 
@@ -38,6 +41,18 @@ TASKS = 20
 class Address:
     host: str
     port: int
+
+
+class Stand(NamedTuple):
+    """Where a process stands."""
+
+    begun: Mapping[str, int]
+    """Number of the last collective begun, by process group."""
+    unfinished: Sequence[str]
+    stacks: str
+
+    def __str__(self) -> str:
+        return "".join(f"  {one}\n" for one in self.unfinished) + self.stacks
 
 
 class Worker:
@@ -103,8 +118,8 @@ class Worker:
         """Node and pid; also used as heartbeat."""
         return Place.here()
 
-    def stacks(self) -> str:
-        return f"{unfinished_collectives()}{other_stacks()}"
+    def stand(self) -> Stand:
+        return Stand(*begun_collectives(), other_stacks())
 
 
 class AsyncWorker(Worker):
@@ -128,8 +143,8 @@ class AsyncWorker(Worker):
     async def place(self) -> Place:  # type: ignore[override]
         return super().place()
 
-    async def stacks(self) -> str:  # type: ignore[override]
-        return f"{other_stacks()}\n{task_stacks()}"
+    async def stand(self) -> Stand:  # type: ignore[override]
+        return Stand({}, [], f"{other_stacks()}\n{task_stacks()}")
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
@@ -185,17 +200,24 @@ def redirect_output() -> None:
     os.close(target)
 
 
-def unfinished_collectives() -> str:
-    """Describe collectives that this process has begun, but not finished, by torch's flight recorder (on by default)."""
+def begun_collectives() -> tuple[dict[str, int], list[str]]:
+    """Ask torch's flight recorder (on by default) for the number of the last collective begun in each process group, and for descriptions
+    of the last ones that are not finished. On a GPU these are not all waited for: collectives begin before the work that precedes them is
+    done."""
     recorder = sys.modules.get("torch._C._distributed_c10d")
-    dumps = [getattr(recorder, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")]
-    entries = [entry for dump in dumps if dump is not None for entry in json.loads(dump(True, True)).get("entries", [])]
-    return "".join(
-        f"  {IN_COLLECTIVE} {entry['profiling_name']} number {entry['collective_seq_id']} of {' '.join(entry['process_group'])}, "
-        f"sizes {entry['input_sizes']}\n"
-        for entry in entries
-        if not entry["retired"]
-    )
+    begun, unfinished = dict[str, int](), list[str]()
+    with suppress(Exception):  # another torch may have another format, and the stacks matter more
+        for dump in filter(None, (getattr(recorder, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))):
+            for entry in json.loads(dump(True, False)).get("entries", []):
+                name, number = entry["profiling_name"], entry["collective_seq_id"]
+                if entry["is_p2p"] or ":coalesced" in name:
+                    continue
+                group = " ".join(entry["process_group"])
+                key = f"{name.partition(':')[0]} {group}"  # a group may have two backends, which count by themselves
+                begun[key] = max(number, begun.get(key, 0))
+                if not entry["retired"] and entry["state"] != "completed":
+                    unfinished.append(f"{IN_COLLECTIVE} {name} number {number} of {group}, sizes {entry['input_sizes']}")
+    return begun, unfinished[-MOST_COLLECTIVES:]
 
 
 def other_stacks() -> str:

@@ -65,7 +65,8 @@ def _play(
         case FunctionEnvironmentConfig() as settings:
             return play_of(settings, f"{path}.function", calls), []
         case ToolsEnvironmentConfig() as settings:
-            tools = [tools_of(one, f"{path}.tools.{number}", calls, settings.turn_timeout_s) for number, one in enumerate(settings.tools)]
+            limits = settings.turn_timeout_s, settings.start_timeout_s
+            tools = [tools_of(one, f"{path}.tools.{number}", calls, *limits) for number, one in enumerate(settings.tools)]
             return play_tools(tools, settings.max_result_chars), schemas_of(tools, path)
         case EndpointEnvironmentConfig() as settings:
             agent = agent_of(settings, f"{path}.function", calls)
@@ -101,6 +102,10 @@ def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[Episo
                 return play_verifiers(settings, path)
     except ImportError as error:
         raise ValueError(f"{path}.name: importing {settings.package} failed: {error}") from error
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:  # other projects' code may raise anything, also as it is imported
+        raise ValueError(f"{path}.name: {settings.package} failed: {type(error).__name__}: {error}") from error
     raise AssertionError(settings)
 
 
@@ -113,7 +118,7 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
     return Task(messages, prompt.answer, prompt.columns, seed % 2**31)
 
 
-def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: float) -> Tools:
+def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: float, start_timeout_s: float) -> Tools:
     """Load the tools of the entry at YAML path `path`; ValueError for a mistake in it."""
     try:
         match settings:
@@ -126,7 +131,7 @@ def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: floa
             case McpToolConfig():
                 from roll_lite.environments.mcp_tool import McpTools
 
-                return McpTools(settings)
+                return McpTools(settings, start_timeout_s)
         return FunctionTool(load_function(settings.name, "name", "arguments -> result"), calls)
     except (ValueError, *LOST) as error:
         raise ValueError(f"{path}: {error}") from error

@@ -1,5 +1,4 @@
-"""Check environments as their workers load them, before anything starts. This imports users' modules, makes one environment of an adapter
-and asks MCP servers for their tools."""
+"""Check environments as their workers load them, before anything starts. This imports users' modules."""
 
 from __future__ import annotations
 
@@ -34,16 +33,17 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Placeholder for the schemas of the tools `python` and `search`: the real ones need a started sandbox or index."""
+"""Placeholder for the schemas of tools that are not loaded: those of `python` and `search` need a started sandbox or index."""
 
 
-def check_environments(config: RunConfig) -> Iterator[Problem]:
+def check_environments(config: RunConfig, makes: bool = True) -> Iterator[Problem]:
+    """Yield the problems of environments. `makes`: also make one environment of each adapter, and ask MCP servers for their tools."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
-            yield from readable(_environment(config, f"domains.{name}", domain))
+            yield from readable(_environment(config, f"domains.{name}", domain, makes))
 
 
-def _environment(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+def _environment(config: RunConfig, path: str, domain: DomainConfig, makes: bool) -> Iterator[Problem]:
     settings, place = domain.environment, f"{path}.environment"
     if settings is None or any(environment_problems(place, settings)):
         return
@@ -58,16 +58,15 @@ def _environment(config: RunConfig, path: str, domain: DomainConfig) -> Iterator
             problems += _mistake(partial(play_of, settings, f"{place}.function", Calls()))
         case EndpointEnvironmentConfig():
             problems += _mistake(partial(agent_of, settings, f"{place}.function", Calls()))
-        case AdapterSection():
+        case AdapterSection() if makes and not settings.mistakes():
             load = _in_time(partial(adapter_of, settings, place, Calls()), f"{place}.name", settings.start_timeout_s)
             problems += _mistake(load, lambda made: schemas.extend(made[1]))
         case ToolsEnvironmentConfig():
-            loaded = {number: tool for number, tool in enumerate(settings.tools) if isinstance(tool, FunctionToolConfig | McpToolConfig)}
+            kinds = (FunctionToolConfig, McpToolConfig) if makes else FunctionToolConfig
+            loaded = {number: tool for number, tool in enumerate(settings.tools) if isinstance(tool, kinds) and not tool.mistakes()}
             for number, tool in loaded.items():
-                where = f"{place}.tools.{number}"
-                load = partial(tools_of, tool, where, Calls(), settings.turn_timeout_s)
-                load = _in_time(load, where, settings.start_timeout_s) if isinstance(tool, McpToolConfig) else load
-                problems += _mistake(load, tools.append)
+                limits = settings.turn_timeout_s, settings.start_timeout_s
+                problems += _mistake(partial(tools_of, tool, f"{place}.tools.{number}", Calls(), *limits), tools.append)
             problems += _mistake(partial(schemas_of, tools, place), schemas.extend)
             schemas += [ANY_TOOL] if len(loaded) < len(settings.tools) else []
     if schemas and not isinstance(domain.template, ChatTemplateConfig):

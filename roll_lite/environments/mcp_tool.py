@@ -16,10 +16,14 @@ from roll_lite.environments.tools import Call, ToolError, ToolLost
 
 
 class McpTools:
-    def __init__(self, settings: McpToolConfig) -> None:
-        """Ask the server for its tools, outside of any event loop. ToolLost if it does not answer, ValueError if it lacks a tool."""
+    def __init__(self, settings: McpToolConfig, start_timeout_s: float) -> None:
+        """Ask the server for its tools, outside of any event loop. ToolLost if it cannot be reached; ValueError if it does not answer in
+        time, or lacks a tool."""
         self._settings = settings
-        known = asyncio.run(self._known())
+        try:
+            known = asyncio.run(asyncio.wait_for(self._known(), start_timeout_s))
+        except TimeoutError:
+            raise ValueError(f"was not ready within {start_timeout_s:g} s (start_timeout_s)") from None
         names = known if settings.tools is None else settings.tools
         for name in names:
             if name not in known:

@@ -26,7 +26,7 @@ PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<par
 LLAMA_START = re.compile(r'<\|python_tag\|>|(?=\{\s*"(?:name|type)"\s*:)')
 LLAMA_CODE = re.compile(r'<\|python_tag\|>(?!\s*\{\s*"(?:name|type|parameters|arguments)"\s*:)')
 INTERPRETERS = ("python", "code_interpreter", "ipython")
-"""Names of tools that run code, which Llama may write after <|python_tag|> as it is."""
+"""Names of tools that get the plain code which Llama writes after <|python_tag|>."""
 MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"[\s;]*")
 DECODER = json.JSONDecoder()

@@ -73,12 +73,12 @@ METRICS: dict[str, Metric] = {
     "episode/waiting_seconds": by_domain(
         MEAN, "s", "Time that an episode waited for responses, all turns together: queues and generation."
     ),
-    "episode/policy_tokens": by_domain(MEAN, "tokens", "Tokens that the policy sampled in an episode, all turns together: these train."),
+    "episode/policy_tokens": by_domain(MEAN, "tokens", "Tokens that the policy sampled in an episode, all turns together."),
     "episode/environment_tokens": by_domain(
         MEAN, "tokens", "Tokens that follow the responses of an episode: messages of the environment or its tools, and the template's text."
     ),
     "episode/template_tokens": by_domain(
-        MEAN, "tokens", "Of episode/environment_tokens, those that the chat template writes around the messages' contents."
+        MEAN, "tokens", "The part of episode/environment_tokens that the chat template adds around the messages' contents."
     ),
     "episode/tool_calls": by_domain(MEAN, "calls", "Tool calls of an episode, malformed ones included."),
     "episode/tool_errors": by_domain(MEAN, "calls", "Tool calls of an episode that were malformed, or whose tool raised an exception."),

@@ -64,13 +64,14 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return versions of Python and of packages, for a package followed by the hash of its sources: builds of one version may differ."""
+    """Return the versions of Python and packages. A package's version is followed by a hash of its sources as installed, since builds of
+    one version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
             with suppress(PackageNotFoundError):
                 found = distribution(of_build)
-                versions[name] = f"{found.version} sources {_sources_of(found)}"
+                versions[name] = f"{found.version} (sources {_sources_of(found)})"
                 break
     return versions
 

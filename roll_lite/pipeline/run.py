@@ -205,6 +205,7 @@ class RunEnd:
             os._exit(self.code if self._closed else FAILED)
 
     def _fail(self, error: Exception) -> None:
+        self._shortages.release_files()
         shortage = self._shortages.behind(error)
         report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed", shortage)
         self._close(f"failed: {first_line(error).removesuffix(' ends with:')}{shortage}", FAILED)
@@ -212,6 +213,7 @@ class RunEnd:
     def _close(self, exit_state: str, code: int) -> None:
         if self._closed:
             return
+        self._shortages.release_files()
         self._closed, self.code = True, code
         console = self._journal.console
         if code in (INTERRUPTED, PREEMPTED):

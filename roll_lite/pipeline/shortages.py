@@ -18,7 +18,7 @@ from roll_lite.distributed.session_guard import SHARED
 LEAST_FILES = 512
 """Open files that a process of a small run may need."""
 SPARE_FILES = 64
-"""Files that the driver keeps open until it fails, so that it can still record why and clean up if too many files are open."""
+"""Files that the driver keeps open until a run ends, so that it can still record how and clean up if too many files are open."""
 LEAST_SHARED = 16 << 20
 """Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
 
@@ -40,10 +40,12 @@ class Shortages:
         self._killed = killed_for_memory()
         self._spare_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(SPARE_FILES)]
 
-    def behind(self, error: Exception) -> str:
-        """Return sentences on likely causes of a failure; empty without a sign of shortage. Release the spare files."""
+    def release_files(self) -> None:
         while self._spare_files:
             os.close(self._spare_files.pop())
+
+    def behind(self, error: Exception) -> str:
+        """Return sentences on likely causes of a failure; empty without a sign of shortage."""
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
+from roll_lite.distributed.failures import RankFailed
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.group import Pushed, Transferred, interrupt, largest, rendezvous_client
@@ -140,6 +141,8 @@ class WeightSync:
     def _connect(self, receivers: list[int]) -> TransferPlan | None:
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._model.ranks.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
+        if self._config.transport != "auto":
+            export = replace(export, handing_on=())  # such a transport may not reach the other ranks
         if self._rendezvous is None:
             self._rendezvous = self._model.ranks.one(ActorWorker.host_weight_transfer, timeout_s)
             self._interrupts = rendezvous_client(*self._rendezvous)  # its host is up by now
@@ -204,8 +207,12 @@ class WeightSync:
             names = sample(names, version)
         asked = self._engines.start_each_own(InferWorker.weight_checksums, dict.fromkeys(receivers, names))
         sent: dict[str, str] = {}
-        for owned in self._model.ranks.all(ActorWorker.weight_checksums, names):
-            sent |= owned
+        try:
+            for owned in self._model.ranks.all(ActorWorker.weight_checksums, names):
+                sent |= owned
+        except RankFailed:
+            asked.settle()
+            raise
         for engine, held in asked.result().items():
             require_equal(sent, held, f"actor_infer[{engine}]{WATCH.where('actor_infer', engine)}", version)
             self._verified[engine] += 1

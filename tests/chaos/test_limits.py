@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SUSPENDED_S = 25.0
 """Longer than an engine may be silent, and than any request of Ray's takes."""
-MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+MEMORY_GROUPS_V2 = Path("/sys/fs/cgroup"), "memory.max"
 
 
 def newest_is_whole(folder: Path) -> int:
@@ -95,10 +96,11 @@ def test_a_folder_that_becomes_read_only_is_named_and_the_last_checkpoint_stays(
 @pytest.mark.nightly
 def test_a_process_that_was_killed_for_want_of_memory_is_told(tmp_path: Path) -> None:
     require("vllm")
-    group = MEMORY_GROUPS / f"rl-{os.getpid()}"
+    groups, limit = MEMORY_GROUPS if MEMORY_GROUPS[0].is_dir() else MEMORY_GROUPS_V2
+    group = groups / f"rl-{os.getpid()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text("2000M")
+        (group / limit).write_text("2000M")
     except OSError as error:
         assert "CI" not in os.environ, "where memory can be limited, this test must not be skipped"
         pytest.skip(f"no group of limited memory can be made here: {error}")

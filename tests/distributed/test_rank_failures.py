@@ -13,10 +13,11 @@ import pytest
 from cluster_workers import Adder, Collective, MainThreadAdder, Service, Unbuildable
 
 from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, gather, start_cluster
+from roll_lite.distributed.pending import at_fault
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
-from roll_lite.distributed.worker import Worker
+from roll_lite.distributed.worker import Stand, Worker
 
 SECONDS = 30.0
 """Half of what the others would go on sleeping; measured below 0.2 on an idle machine."""
@@ -90,6 +91,28 @@ def test_a_group_starts_anew_after_its_end(ray_local: object, tmp: Path) -> None
     assert_gone(alive)
     assert cluster.all(Collective.reduce) == [2.0, 2.0]
     cluster.shutdown()
+
+
+def stand(waits: bool = True, **begun: int) -> Stand:
+    return Stand(begun, ["waits in collective"] if waits else [], "")
+
+
+@pytest.mark.parametrize(
+    ("stands", "blamed"),
+    [
+        ({0: stand(data=3), 1: stand(data=2), 2: stand(data=3)}, 1),
+        # On GPUs all have unfinished collectives. 0 and 2 wait for 1, which waits for 3 in another group.
+        ({0: stand(data=3, left=5), 1: stand(data=2, right=9), 2: stand(data=3, left=5), 3: stand(right=8)}, 3),
+        # Nobody is behind: one that computes, then the first.
+        ({0: stand(data=3), 1: stand(waits=False, data=3)}, 1),
+        ({0: stand(data=3), 1: stand(data=3)}, 0),
+        # 2 gives no answer.
+        ({0: stand(data=3), 1: stand(data=2)}, 2),
+        ({}, 0),
+    ],
+)
+def test_the_rank_for_which_the_others_wait_is_at_fault(stands: dict[int, Stand], blamed: int) -> None:
+    assert at_fault(sorted({*stands, blamed}), stands) == blamed
 
 
 def test_a_rank_that_never_comes_to_a_collective_is_blamed_and_the_collective_is_named(ray_local: object, tmp: Path) -> None:

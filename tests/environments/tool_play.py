@@ -51,7 +51,7 @@ def answer(response: Any, number: int = 0) -> Answer:
 
 
 def loaded(*settings: Any, turn_timeout_s: float = 60.0) -> list[Tools]:
-    return [tools_of(one, f"tools.{number}", Calls(), turn_timeout_s) for number, one in enumerate(settings)]
+    return [tools_of(one, f"tools.{number}", Calls(), turn_timeout_s, 60.0) for number, one in enumerate(settings)]
 
 
 def player_of(tools: Sequence[Tools], max_chars: int = 8000, timeout_s: float = 30.0, max_turns: int = 99) -> Player:

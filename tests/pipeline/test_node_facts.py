@@ -58,7 +58,7 @@ def test_other_sources_of_the_same_version_are_told(tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     nodes = dict(zip("abc", found, strict=True))
     (problem,) = differences(nodes, {key: {"actor_infer"} for key in "abc"})
-    told = re.findall(r"0\.32\.0 sources (\w{8}) on (\w)", problem)
+    told = re.findall(r"0\.32\.0 \(sources (\w{8})\) on (\w)", problem)
     assert [node for _, node in told] == ["a", "b", "c"] and told[0][0] == told[1][0] != told[2][0]
     assert "vllm 0.32.0" in node_table({"a": found[0], "b": found[1]}, {}) and "sources" not in node_table({"a": found[0]}, {})
 

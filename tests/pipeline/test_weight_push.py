@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -88,11 +89,11 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield
         loads.append("out")
 
-    def make(held: str, verify: Any = "full", drops_weights: bool = False) -> Any:
+    def make(held: str, verify: Any = "full", drops_weights: bool = False, transport: Any = "auto") -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         restarts = Restarts(engines)
-        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify), 1, "float32", 1, drops_weights)  # type: ignore[arg-type]
+        sync = WeightSync(model, restarts, rollouts, WeightSyncConfig(verify=verify, transport=transport), 1, "float32", 1, drops_weights)  # type: ignore[arg-type]
         return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, engines=engines, restarts=restarts)
 
     return make
@@ -107,6 +108,17 @@ def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> No
     assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
     assert made.sync.push(3) is None and made.loads == ["in", "out"]
     assert made.sync.push(4).version == 4 and made.actor.calls.count("export_plan") == 1
+
+
+@pytest.mark.parametrize(("transport", "members"), [("auto", 4), ("shared_memory", 2)])
+def test_ranks_that_hand_tensors_on_join_only_where_the_transport_is_chosen(
+    sync: Any, monkeypatch: pytest.MonkeyPatch, transport: str, members: int
+) -> None:
+    """Ranks of other nodes could not map the owner's memory, and need not."""
+    monkeypatch.setattr(f"{__name__}.PLAN", replace(PLAN, handing_on=(0, 1, 2)))
+    made = sync("1", transport=transport)
+    made.sync.push(3)
+    assert [len(one.members) for one in made.actor.memberships] == [members]
 
 
 def test_engines_that_drop_their_weights_get_every_version_again(sync: Any) -> None:

@@ -22,8 +22,8 @@ LATEST = "latest"
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute, since workers may run in another folder, and replace the link `latest`, which leads to another run once this
-    one has started. A missing `examples/...` is looked up in the package. ValueError if the path cannot be inspected."""
+    """Make a path absolute, since workers may run in another folder. Replace the link `latest` by the run that it names now: it moves when
+    this run starts. A missing `examples/...` is looked up in the package. ValueError if the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:

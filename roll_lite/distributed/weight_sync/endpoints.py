@@ -72,8 +72,8 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: the rank on the receiver's GPU, else one whose GPU the receiver can read (such
-    receivers take turns), else the owner. So each receiver reads from one GPU at most; on another GPU its CUDA context costs memory."""
+    """Return the training rank that sends to a receiver: the one on its GPU; else one whose GPU it can read, chosen by the receiver's
+    number; else the owner. A receiver always reads from the same GPU, since its CUDA context on another GPU costs memory."""
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
     near = [rank for rank in readable if rank is not None]
@@ -119,7 +119,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sender that uses several transports, each for some of the receivers. Leaves out receivers that other ranks send to."""
+    """Sender that uses several transports, each for some of this rank's receivers. Other ranks send to the rest."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -137,9 +137,14 @@ class SideBySideSender(TransportSender):
                 transport.send(part, tensors)
 
     def finish(self) -> None:
-        for name, transport in self._transports.items():
+        for name in self._transports:
+            self.finish_one(name)
+
+    def finish_one(self, name: str) -> None:
+        """Wait until the receivers by one transport, if it is used, have what was sent."""
+        if name in self._transports:
             with timed(self.by_transport, name):
-                transport.finish()
+                self._transports[name].finish()
 
     def exported_memory(self) -> list[ExportedMemory]:
         return [one for transport in self._transports.values() for one in transport.exported_memory()]
@@ -250,12 +255,18 @@ class WeightSender:
             self._transport.seconds, self._transport.by_transport = self.seconds, self.by_transport
         gathered = self._gathered()
         while True:
+            tensors: Mapping[str, torch.Tensor] = {}  # frees the previous bucket before the next is gathered
             with timed(self.seconds, "gather"):
                 bucket, tensors = next(gathered, (None, {}))
-                if bucket in self._for_all_ranks:
-                    tensors = self._at_all_ranks(bucket, tensors)
             if bucket is None:
                 break
+            if bucket in self._for_all_ranks:
+                try:
+                    self._finish_broadcasts()
+                except TransferError as error:
+                    failure = failure or error
+                with timed(self.seconds, "gather"):
+                    tensors = self._at_all_ranks(bucket, tensors)
             try:
                 for route in self._own_routes.get(bucket, ()) if failure is None else ():
                     assert self._transport is not None
@@ -270,6 +281,13 @@ class WeightSender:
                 self._transport.finish()
             if not self.by_transport:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
+
+    def _finish_broadcasts(self) -> None:
+        """Wait for this rank's NCCL broadcasts to engines on other GPUs. If one of them waited on the GPU behind a broadcast between
+        trainers, whose owner in turn waits for that engine, no update would end."""
+        if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
+            with self._transport.group.report_failures():
+                self._transport.finish_one("nccl")
 
     def _at_all_ranks(self, bucket: int, gathered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Broadcast a bucket from its owner to all training ranks (collective), in the dtypes sent."""

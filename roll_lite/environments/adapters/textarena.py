@@ -17,8 +17,9 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
     """Build the function that plays an episode. ValueError if the game does not exist or cannot be played alone."""
+    arguments = settings.args
     try:
-        game = textarena.make(settings.id, **settings.args)
+        game = textarena.make(settings.id, **arguments)
         game.reset(num_players=1)
     except Exception as error:  # games raise anything, also AssertionError for a wrong number of players
         raise ValueError(f"{path}.id: {settings.id!r}: it cannot begin with one player: {type(error).__name__}: {error}") from error

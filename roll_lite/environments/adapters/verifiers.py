@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -16,16 +16,28 @@ try:
     import verifiers as vf
     from verifiers.clients import OpenAIChatCompletionsClient
 except ImportError as error:
-    raise ImportError(f'version {version("verifiers")} has no `load_environment`; pip install "roll_lite[verifiers]"') from error
+    raise ImportError(f'version {version("verifiers")}: {error}; pip install "roll_lite[verifiers]"') from error
+
+_set_handler = signal.signal
+
+
+def _set_in_main_thread(number: int, handler: Any) -> Any:
+    """Like signal.signal, but keep the handlers of SIGINT and SIGTERM if called outside the main thread. Environments of verifiers set
+    these handlers, workers make environments in other threads, and there signal.signal raises ValueError."""
+    if threading.current_thread() is threading.main_thread() or number not in (signal.SIGINT, signal.SIGTERM):
+        return _set_handler(number, handler)
+    return signal.getsignal(number)
+
+
+signal.signal = _set_in_main_thread  # type: ignore[assignment]
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
     """Return the function that plays an episode, and the environment's tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
-    place = f"{path}.id: {settings.id!r}"
+    place, arguments = f"{path}.id: {settings.id!r}", settings.args
     try:
-        with _signals_kept():
-            environment = vf.load_environment(settings.id, **settings.args)
+        environment = vf.load_environment(settings.id, **arguments)
     except Exception as error:  # a user's environment may raise anything
         raise ValueError(f"{place}: {error}") from error
     if environment.rubric.has_group_rewards:
@@ -44,17 +56,6 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Epi
         return float(result["reward"])
 
     return play, tools
-
-
-@contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Ignore calls of signal.signal. Environments of verifiers set handlers of SIGINT and SIGTERM: that raises ValueError outside the main
-    thread, where workers load them, and the handlers belong to the process."""
-    register, signal.signal = signal.signal, lambda *_: None
-    try:
-        yield
-    finally:
-        signal.signal = register
 
 
 class PolicyClient(OpenAIChatCompletionsClient):

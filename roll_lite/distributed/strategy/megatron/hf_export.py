@@ -89,9 +89,8 @@ def _nbytes(tensor: _Described) -> int:
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
     """Return the buckets of all owners in turn, so that one gathers its bucket while engines load the previous owner's.
 
-    If `expert_owners` ranks each have some of a layer's experts, an engine keeps the layer's tensors until the last of these ranks has
-    sent. So buckets are smaller then: one of each owner takes `bucket_bytes`, or a layer's experts if that is more. Buckets end with a
-    layer.
+    With several `expert_owners`, an engine keeps a layer's experts until all owners have sent theirs. Buckets are then smaller, so that
+    one bucket of each owner makes `bucket_bytes` (or one layer's experts, if larger). Buckets end with a layer.
     """
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)

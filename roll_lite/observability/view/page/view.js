@@ -462,7 +462,7 @@ const leaves = (tree, path = "") => tree && typeof tree === "object" && !Array.i
   ? Object.entries(tree).flatMap(([key, value]) => leaves(value, path ? `${path}.${key}` : key)) : [[path, typeof tree === "string" ? tree : JSON.stringify(tree)]];
 
 async function settings(live, current) {
-  if (live || !state.runs.length) return;
+  if (live && !main.querySelector(".error") || !state.runs.length) return;
   const given = chosen(), one = run(), other = state.runs.find(item => item.name === given.get("with")) || state.runs.find(item => item !== one) || one, same = one === other;
   const [left, right] = (await Promise.all([one, other].map(item => ask("config", { run: item.name })))).map(tree => Object.fromEntries(leaves(tree)));
   if (!current()) return;
