@@ -121,22 +121,33 @@ def test_from_a_copy_in_memory_no_step_is_repeated(tmp_path: Path, method: str, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_rank_that_hangs_in_a_step_is_found_though_all_answer(tmp_path: Path, undisturbed: Any) -> None:
-    """The other rank waits for it in a collective of gloo's. Both are shown with their stacks."""
-    settings = ["tiny_grpo", *SETTINGS, "actor_train.devices=2", "algorithm.mini_batches=1", "steps=7", "limits.train=15"]
+@pytest.mark.parametrize(
+    ("config", "devices", "method", "phase", "role"),
+    [
+        ("tiny_grpo", "actor_train.devices=2", "train_step", "train", "actor_train"),
+        ("tiny_ppo", "critic.devices=[1, 2]", "train_step", "train", "critic"),
+        ("tiny_ppo", "reference.devices=2", "forward", "log_probs", "reference"),
+    ],
+)
+def test_a_rank_that_hangs_is_found_though_all_answer(
+    tmp_path: Path, config: str, devices: str, method: str, phase: str, role: str, undisturbed: Any
+) -> None:
+    """In training, the other rank waits for it in a collective of gloo's. Both are shown with their stacks."""
+    settings = [config, *SETTINGS, devices, "algorithm.mini_batches=1", "steps=7", f"limits.{phase}=15"]
     quiet = undisturbed(*settings)
     path = os.pathsep.join([str(DIES_IN_A_CALL), *filter(None, [os.environ.get("PYTHONPATH")])])
-    hangs = {"DIES_MARK": str(tmp_path / "hangs"), "DIES_IN": "train_step", "DIES_AT_CALL": "5", "HANGS": "1", "PYTHONPATH": path}
+    hangs = {"DIES_MARK": str(tmp_path / "hangs"), "DIES_IN": method, "DIES_AT_CALL": "5", "HANGS": "1", "PYTHONPATH": path}
     with Run(tmp_path / "disturbed", *settings, environment=hangs) as run:
         processes = run.tree()
         output = disturbed(run, [], 7, further=1)
         assert_equal(run, quiet)
-        blamed, waiting = re.split(r"rank 0 stands at", (run.folder / "failure.txt").read_text())
-    assert "actor_train rank 1 is lost in train: no answer after 15 s from ranks 0, 1" in " ".join(output.split())
+        blamed, *waiting = re.split(r"rank 0 stands at", (run.folder / "failure.txt").read_text())
+    assert f"{role} rank 1 is lost in {phase}: no answer after 15 s from rank" in " ".join(output.split())
     assert f"{DIES_IN_A_CALL}/sitecustomize.py" in blamed and "waits in" not in blamed
-    assert re.search(r"waits in collective gloo:\w+ number \d+ of \d+ DATA_PARALLEL", waiting) and "in finalize_model_grads" in waiting, (
-        waiting
-    )
+    assert len(waiting) == (phase == "train")
+    for other in waiting:
+        assert re.search(r"waits in collective gloo:\w+ number \d+ of \d+ DATA_PARALLEL", other), other
+        assert "in finalize_model_grads" in other
     assert until_gone(processes, 60) == []
 
 
