@@ -302,7 +302,7 @@ def stripped(messages: list[Message]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("conversations", [500, pytest.param(25_000, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("conversations", [500, pytest.param(25_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 async def test_every_sampled_token_trains_once(conversations: int, family: str, tokenizer_of: Callable[[str], Any]) -> None:
     tokenizer = tokenizer_of(family)
     encode = cache(lambda text: tokenizer.encode(text, add_special_tokens=False))  # the engine's, which costs most of the time

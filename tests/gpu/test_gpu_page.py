@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MENTION = re.compile("cuda|(?<!asy)nccl|pin_memory|(?<![a-z])gpus?(?![a-z])", re.IGNORECASE)
@@ -44,3 +49,13 @@ def test_the_target_runs_every_test_that_wants_a_gpu() -> None:
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"\bmark\.gpu\b", file.read_text(encoding="utf-8"))]
     assert len(files) > 1
     assert [str(file) for file in files if not any(file.is_relative_to(target) for target in run)] == []
+
+
+@pytest.mark.slow
+def test_the_target_collects_more_than_a_hundred_tests_without_an_error() -> None:
+    (targets,) = re.findall(r"^ON_GPU := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", *targets.split()]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TEST_DEVICE": "cuda"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " error" not in done.stdout, done.stdout + done.stderr
+    (collected,) = re.findall(r"^(\d+)/\d+ tests collected", done.stdout, re.MULTILINE)
+    assert int(collected) > 100

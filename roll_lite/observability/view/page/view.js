@@ -124,15 +124,20 @@ function plot(place, lines, unit, smooth) {
 
 const PAIRS = [["step", "Step"], ["score", "Score"], ["response_tokens", "Tokens"]];
 const COUNT = 100;
+// Counts over all samples of a run: they do not depend on the filter.
+const facetsOf = name => Promise.all(["domain", "outcome", "finish_reason", "failure", "part"].map(by => ask("counts", { run: name, by })));
 
 async function samples(live, current) {
   const given = chosen(), one = run();
   if (!one) return main.replaceChildren(h("p", { class: "empty" }, "No run."));
   const filter = Object.fromEntries([...given].filter(([name]) => !["run", "at", "colour", "more"].includes(name)));
   const count = COUNT * Number(given.get("more") || 1), question = { ...filter, run: one.name };
-  const facets = live && state.facets ? state.facets : await Promise.all(["domain", "outcome", "finish_reason", "failure", "part"].map(by => ask("counts", { run: one.name, by })));
-  state.facets = facets;
-  const began = performance.now(), found = await ask("samples", { ...question, count }), took = performance.now() - began;
+  const known = state.facets?.run === one.name, began = performance.now();
+  let took = 0;
+  const list = ask("samples", { ...question, count }).then(rows => { took = performance.now() - began; return rows; });
+  const [found, facets] = await Promise.all([list, known ? state.facets.counts : facetsOf(one.name)]);
+  if (!known) state.facets = { run: one.name, counts: facets };
+  else if (live) facetsOf(one.name).then(counts => { state.facets = { run: one.name, counts }; }, () => {});
   if (!current()) return;
   const table = sampleTable(found, given, count);
   const told = h("p", { class: "soft", id: "found", role: "status" }, live ? document.getElementById("found")?.textContent : `the first ${found.length} of …`);
