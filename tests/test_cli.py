@@ -269,9 +269,9 @@ def test_nothing_of_a_sweep_runs_where_one_combination_is_wrong(
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["reward", "-cn", "tiny_grpo", "--limit", "-5"], "--limit: -5: expected a whole number from 0\n"),
-        (["reward", "-cn", "tiny_grpo", "--episodes", "0"], "--episodes: 0: expected a whole number from 1\n"),
-        (["plan", "-cn", "tiny_grpo", "--search", "many"], "--search: many: expected a whole number from 1\n"),
+        (["reward", "-cn", "tiny_grpo", "--limit", "-5"], "--limit: -5: expected a whole number, 0 or more\n"),
+        (["reward", "-cn", "tiny_grpo", "--episodes", "0"], "--episodes: 0: expected a whole number, 1 or more\n"),
+        (["plan", "-cn", "tiny_grpo", "--search", "many"], "--search: many: expected a whole number, 1 or more\n"),
         (["view", "--port", "99999"], "--port: 99999: expected a whole number from 0 to 65535\n"),
     ],
 )

@@ -118,17 +118,17 @@ def is_in_the_extra_dev(words: list[str]) -> None:
 
 def recomputes_a_run(words: list[str]) -> None:
     """On finished runs: tests/examples/test_recompute.py."""
-    assert words[1:] == ["examples/recompute.py", "runs/latest"] and (ROOT / words[1]).is_file()
+    assert words[1:] == ["-m", "roll_lite.examples.recompute", "runs/latest"] and (EXAMPLES / "recompute.py").is_file()
 
 
 def reads_dumps(words: list[str]) -> None:
     """On finished runs: tests/integration/test_replay.py."""
-    assert words[1:] == ["examples/read_dumps.py", "runs/latest"] and (ROOT / words[1]).is_file()
+    assert words[1:] == ["-m", "roll_lite.examples.read_dumps", "runs/latest"] and (EXAMPLES / "read_dumps.py").is_file()
 
 
 def audits_a_ledger(words: list[str]) -> None:
     """On finished runs: tests/integration/test_ledger.py."""
-    assert words[1:] == ["examples/audit.py", "runs/latest"] and (ROOT / words[1]).is_file()
+    assert words[1:] == ["-m", "roll_lite.examples.audit", "runs/latest"] and (EXAMPLES / "audit.py").is_file()
 
 
 def shows_runs(words: list[str]) -> None:
@@ -153,10 +153,6 @@ def is_a_command_of_ray(words: list[str]) -> None:
     asked = [sys.executable, "-m", "ray.scripts.scripts", *command, "--help"]
     told = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     assert all(word in told for word in words if word.startswith("--"))
-
-
-def audits_with_the_packages_script(words: list[str]) -> None:
-    assert words[1:] == ["-m", "roll_lite.examples.audit", "runs/latest"] and (EXAMPLES / "audit.py").is_file()
 
 
 def asks_a_job_server(words: list[str]) -> None:
@@ -311,10 +307,9 @@ ELSEWHERE = {
     "pip install --no-deps -r requirements/cuda-vllm.lock": installs_what_is_there,
     "pip install --no-deps .": installs_what_is_there,
     "pip install pytest pytest-asyncio pytest-timeout hypothesis": is_in_the_extra_dev,
-    "python examples/recompute.py runs/latest": recomputes_a_run,
-    "python examples/read_dumps.py runs/latest": reads_dumps,
-    "python examples/audit.py runs/latest": audits_a_ledger,
-    "python -m roll_lite.examples.audit runs/latest": audits_with_the_packages_script,
+    "python -m roll_lite.examples.recompute runs/latest": recomputes_a_run,
+    "python -m roll_lite.examples.read_dumps runs/latest": reads_dumps,
+    "python -m roll_lite.examples.audit runs/latest": audits_a_ledger,
     "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,
 }
 """Commands that need a network, a cluster or a finished run, and what is tested of them instead."""
