@@ -134,9 +134,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         if parsed.command == "launch":
             return _launch(parsed, overrides)
         imagined = parsed.command in ("simulate", "plan")
-        of_check: Sequence[Check] = CHECKS if getattr(parsed, "cfg", None) else OF_CHECK
-        further: Sequence[Check] = {"run": OF_RUNS, "check": of_check}.get(parsed.command, CHECKS)
-        further = (simulated_domains,) if imagined else further
+        of_command: dict[str, Sequence[Check]] = {"run": OF_RUNS, "check": OF_CHECK}
+        further = (simulated_domains,) if imagined else of_command.get(parsed.command, CHECKS)
         needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
         config = _loaded(parsed, overrides, further, files=not imagined, weights=needs_weights)
     except ConfigError as error:

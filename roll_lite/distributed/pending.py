@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -273,19 +272,21 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the rank that the others wait for, by what those that answer have begun. A rank waits for another if it has begun a later
-    collective of a process group of both."""
+    """Return the first rank that gives no answer. If all answer, return a rank that others wait for and that waits for none: of two ranks
+    in a process group, the one that has begun more collectives waits for the other."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
-    last = Counter[str]()
-    for stand in stands.values():
-        last |= Counter(stand.begun)
-    behind = {rank for rank in ranks if any(number < last[group] for group, number in stands[rank].begun.items())}
-    waiting = {
-        rank for rank in ranks for other in behind if any(stands[other].begun.get(group, n) < n for group, n in stands[rank].begun.items())
-    }
-    idle = [rank for rank in ranks if not stands[rank].unfinished]
-    return next(iter([rank for rank in ranks if rank in behind - waiting] or idle or ranks))
+    numbers: dict[str, list[int]] = {}
+    for rank in ranks:
+        for group, number in stands[rank].begun.items():
+            numbers.setdefault(group, []).append(number)
+    awaited, waiting = set[int](), set[int]()
+    for rank in ranks:
+        for group, number in stands[rank].begun.items():
+            awaited |= {rank} if number < max(numbers[group]) else set()
+            waiting |= {rank} if number > min(numbers[group]) else set()
+    at_work = [rank for rank in ranks if not stands[rank].unfinished]
+    return next(iter([rank for rank in ranks if rank in awaited - waiting] or at_work or ranks))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -137,8 +137,9 @@ class ActorMember(ABC):
     async def until_lost(self) -> str:
         silent = until_silent(lambda: self.actor.place.remote(), lambda: self.is_busy)
         cause = await first_of(silent, self._until_stopped())
-        elsewhere = self._place is not None and self._place.node != ray.get_runtime_context().get_node_id()
-        return f"{self.name}{f' on {self._place.address}' if self._place and elsewhere else ''}: {cause}"
+        here, place = ray.get_runtime_context().get_node_id(), self._place
+        where = f" on {place.address}" if place is not None and place.node != here else ""
+        return f"{self.name}{where}: {cause}"
 
     async def _until_stopped(self) -> str:
         """Wait until the process, if on this node, is stopped (SIGSTOP). Needed for busy members, which are not asked for answers."""

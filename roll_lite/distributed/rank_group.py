@@ -196,9 +196,10 @@ class LivenessWatch:
 
     def where(self, name: str, rank: int) -> str:
         """Return " on ADDRESS" for a rank, or "" if unknown or if all ranks share one node."""
-        places = self.places()
-        place = places.get((name, rank))
-        return "" if place is None or len({one.node for one in places.values()}) < 2 else f" on {place.address}"
+        pulses = [pulse for group in self.groups for pulse in group.pulses]
+        place = next((group.pulses[rank].place for group in self.groups if group.name == name and rank < len(group.pulses)), None)
+        is_told = place is not None and any(pulse.place is not None and pulse.place.node != place.node for pulse in pulses)
+        return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
         """Return {reference: (group, rank)} for all ranks of groups that end when one rank dies. A reference becomes ready when its rank

@@ -52,7 +52,7 @@ LONGEST_BASE = 40
 """Maximum length of the temporary folder's path. Ray appends up to 64 characters, and a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""In the driver: errors of calls whose result nobody wants any more, such as a replaced engine's, are not printed."""
+"""Driver's environment in a session: Ray does not print errors of calls that nobody awaits, such as those of a replaced engine."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -285,8 +285,8 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init. Ray does not start its thread that prints what its servers report, such as a worker's death: the run
-    tells that itself."""
+    """Limit the time of ray.init in the block. Keep Ray from starting the thread that prints its servers' reports, such as a worker's
+    death: the run reports these itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None

@@ -12,12 +12,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import psutil
 import ray
@@ -44,7 +44,7 @@ class Address:
 
 
 class Stand(NamedTuple):
-    """Where a process stands."""
+    """What a process does: the collectives that it has begun, and the stack traces of its threads."""
 
     begun: Mapping[str, int]
     """Number of the last collective begun, by process group."""
@@ -201,23 +201,25 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Ask torch's flight recorder (on by default) for the number of the last collective begun in each process group, and for descriptions
-    of the last ones that are not finished. On a GPU these are not all waited for: collectives begin before the work that precedes them is
-    done."""
-    recorder = sys.modules.get("torch._C._distributed_c10d")
+    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones. A GPU's
+    collectives may be unfinished although the process does not wait for them: they are launched early."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
-        for dump in filter(None, (getattr(recorder, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))):
-            for entry in json.loads(dump(True, False)).get("entries", []):
-                name, number = entry["profiling_name"], entry["collective_seq_id"]
-                if entry["is_p2p"] or ":coalesced" in name:
-                    continue
-                group = " ".join(entry["process_group"])
-                key = f"{name.partition(':')[0]} {group}"  # a group may have two backends, which count by themselves
-                begun[key] = max(number, begun.get(key, 0))
-                if not entry["retired"] and entry["state"] != "completed":
-                    unfinished.append(f"{IN_COLLECTIVE} {name} number {number} of {group}, sizes {entry['input_sizes']}")
+        for entry in _recorded_collectives():
+            name, number, group = entry["profiling_name"], entry["collective_seq_id"], " ".join(entry["process_group"])
+            key = f"{name.partition(':')[0]} {group}"  # a group may have two backends, which count by themselves
+            begun[key] = max(number, begun.get(key, 0))
+            if not entry["retired"] and entry["state"] != "completed":
+                unfinished.append(f"{IN_COLLECTIVE} {name} number {number} of {group}, sizes {entry['input_sizes']}")
     return begun, unfinished[-MOST_COLLECTIVES:]
+
+
+def _recorded_collectives() -> Iterator[dict[str, Any]]:
+    """Read torch's flight recorder, which is on by default. Sends and receives are left out: their state is not kept up to date."""
+    recorder = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        entries = json.loads(getattr(recorder, name)(True, False)).get("entries", []) if hasattr(recorder, name) else []
+        yield from (one for one in entries if not one["is_p2p"] and ":coalesced" not in one["profiling_name"])
 
 
 def other_stacks() -> str:

@@ -141,7 +141,7 @@ class SideBySideSender(TransportSender):
             self.finish_one(name)
 
     def finish_one(self, name: str) -> None:
-        """Wait until the receivers by one transport, if it is used, have what was sent."""
+        """Wait until all receivers of one transport have what was sent. Do nothing if the transport is unused."""
         if name in self._transports:
             with timed(self.by_transport, name):
                 self._transports[name].finish()

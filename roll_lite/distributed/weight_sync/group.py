@@ -153,8 +153,8 @@ def interrupt(rendezvous: TCPStore, epoch: int) -> None:
 
 
 class TransferGroup:
-    """One member's connection to the training ranks and engine workers that exchange weights. The constructor blocks until all have
-    joined."""
+    """Connection of one member (a training rank or engine worker) to all others that exchange weights. The constructor blocks until all
+    members have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
