@@ -59,10 +59,11 @@ def test_scripts_have_no_fault_that_shellcheck_knows(name: str, target: str, cap
 
 
 class Cluster:
-    """Stand-ins for the programs that a script calls, which note their arguments."""
+    """Stand-ins for the programs that a script calls. Each call notes its arguments in a file of its own: some run side by side."""
 
     def __init__(self, folder: Path, roll_lite: str) -> None:
         self.notes, programs = folder / "notes", folder / "programs"
+        self.notes.mkdir()
         programs.mkdir()
         bodies = {
             "scontrol": '[ "$1" != show ] || printf "n%s\\n" 1 2 3 4',
@@ -72,7 +73,7 @@ class Cluster:
             "roll-lite": roll_lite,
         }
         for name, body in bodies.items():
-            note = f'printf "%s\\0" {name} "$@" >> {self.notes}; printf "\\n" >> {self.notes}'
+            note = f'printf "%s\\0" {name} "$@" > {self.notes}/$(date +%s%N).$$'
             (programs / name).write_text(f"#!/bin/bash\n{note}\n{body}\n")
             (programs / name).chmod(0o755)
         variables = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_JOB_ID": "77", "PATH": f"{programs}:{os.environ['PATH']}"}
@@ -82,8 +83,8 @@ class Cluster:
         return subprocess.Popen(["bash", "-c", script], env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def calls(self, name: str) -> list[list[str]]:
-        lines = self.notes.read_text().split("\0\n") if self.notes.exists() else []
-        return [words[1:] for words in (line.split("\0") for line in lines) if words[0] == name]
+        calls = [note.read_text().split("\0")[:-1] for note in sorted(self.notes.iterdir())]
+        return [arguments for program, *arguments in calls if program == name]
 
 
 def handles_sigterm(pid: int) -> bool:
