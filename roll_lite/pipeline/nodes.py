@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import sysconfig
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import ray
@@ -15,6 +18,7 @@ from ray.exceptions import RayError
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.user_function import search_current_folder
 from roll_lite.distributed.place import node_addresses, on_node
 from roll_lite.distributed.placement import Placement
 from roll_lite.distributed.ray_session import RaySession
@@ -24,6 +28,8 @@ from roll_lite.pipeline import node_facts
 from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved_roles
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
+DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
+"""Matches dotted paths in JSON."""
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
@@ -56,6 +62,18 @@ class Reader:
         if not self.folder.is_dir():
             return {}
         return {path.name: fingerprint(path) for path in self.folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file()}
+
+
+@dataclass(frozen=True)
+class UsersCode(Reader):
+    """Module or package of the user's. `setting`: dotted path of a function in it; `folder`: where the driver imports it from."""
+
+    def files(self) -> dict[str, str]:
+        """Return fingerprints of the Python files, from where this node imports them; nothing if it cannot."""
+        found = _imported_from(self.setting)
+        if found is None or found.is_file():
+            return {found.name: fingerprint(found)} if found is not None else {}
+        return {str(path.relative_to(found)): fingerprint(path) for path in found.rglob("*.py")}
 
 
 @dataclass(frozen=True)
@@ -111,7 +129,31 @@ def readers(config: RunConfig) -> list[Reader]:
         found["actor_train.lora.path", lora.path] = ["actor_train"]
     if (source := config.checkpoint.source) is not None and is_local(source):
         found[RESUME, resumption(source).checkpoint.resolve()] = saved_roles(config)
-    return [Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()]
+    code = [UsersCode(name, place, tuple(roles(config))) for place, name in users_code(config).items()]
+    return [*(Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()), *code]
+
+
+def users_code(config: RunConfig) -> dict[Path, str]:
+    """Return the modules and packages that functions in the configuration are imported from, except installed ones, each with the first
+    such function's dotted path."""
+    installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
+    found: dict[Path, str] = {}
+    for name in DOTTED_PATH.findall(config.model_dump_json()):
+        place = _imported_from(name)
+        if place is not None and not any(place.is_relative_to(one) for one in installed):
+            found.setdefault(place, name)
+    return {place: name for place, name in found.items() if place != Path(__file__).parents[1]}
+
+
+def _imported_from(name: str) -> Path | None:
+    """Return the file or folder of a dotted path's module or package; None if there is none here."""
+    search_current_folder()
+    try:
+        found = find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    places = [] if found is None else list(found.submodule_search_locations or filter(None, [found.origin]))
+    return Path(places[0]).resolve() if places and Path(places[0]).exists() else None
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
@@ -186,7 +228,7 @@ def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], drive
         for address in sorted({node for role in reader.roles for node in placed.get(role, ())} - {driver}):
             there = views[address].files[reader]
             names = [name for name in sorted({**own, **there}) if own.get(name) != there.get(name)]
-            if not names:
+            if not names or (isinstance(reader, UsersCode) and not there):  # not every node needs it: the import fails where one does
                 continue
             told = [f"{name}: {own.get(name, 'missing')} and {there.get(name, 'missing')}" for name in names[:TOLD_FILES]]
             more = f"; and {len(names) - TOLD_FILES} more files" if len(names) > TOLD_FILES else ""

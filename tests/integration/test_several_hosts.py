@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -40,11 +41,12 @@ def hosts() -> Iterator[Hosts]:
         yield found
 
 
-def run(hosts: Hosts, run_dir: Path, *settings: str) -> tuple[int, str, Path]:
-    """Exit code, what it said, and the run's folder."""
+def run(hosts: Hosts, run_dir: Path, *settings: str, imports: str = "") -> tuple[int, str, Path]:
+    """Exit code, what it said, and the run's folder. `imports`: folder of modules for the configuration."""
     command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={run_dir}", *SETTINGS, *settings]
+    environment = hosts.environment | {"PYTHONPATH": os.pathsep.join(filter(None, [imports, os.environ.get("PYTHONPATH", "")]))}
     done = subprocess.run(
-        hosts.on_first(command), cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        hosts.on_first(command), cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     return done.returncode, done.stdout, (run_dir / "latest").resolve()
 
@@ -124,15 +126,17 @@ def test_with_a_store_ranks_on_both_hosts_save_and_go_on_without_a_shared_folder
         assert listed is not None and set(listed) | {LIST_FILE} == files_below(checkpoint) and whole < set(listed)
 
 
-def test_other_weights_under_the_same_path_are_refused(hosts: Hosts) -> None:
-    for place in (hosts.apart, hosts.apart_there):
+def test_other_weights_or_code_of_a_user_under_the_same_path_are_refused(hosts: Hosts) -> None:
+    for place, least in ((hosts.apart, 2), (hosts.apart_there, 1)):
         shutil.copytree(ROOT / "examples/models/tiny", place / "model")
+        (place / "users_filter.py").write_text(f"def keep(group):\n    return len(group) > {least}\n")
     weights = hosts.apart_there / "model" / "model.safetensors"
     weights.chmod(0o644)
     tensors = load_file(weights)
     tensors["model.norm.weight"][0] += 1e-3
     save_file(tensors, weights, {"format": "pt"})
-    code, output, _ = run(hosts, hosts.shared / "runs", ON_THE_OTHER, f"model.path={hosts.apart / 'model'}")
+    settings = [ON_THE_OTHER, f"model.path={hosts.apart / 'model'}", "rollout.filter={name: users_filter.keep}"]
+    code, output, _ = run(hosts, hosts.shared / "runs", *settings, imports=str(hosts.apart))
     assert code == 1
     here, there, _ = hosts.addresses
     assert (
@@ -140,3 +144,4 @@ def test_other_weights_under_the_same_path_are_refused(hosts: Hosts) -> None:
         in output
     )
     assert " and sha256 " in output and "config.json" not in output
+    assert f"users_filter.keep: {hosts.apart / 'users_filter.py'} on node {there}" in output and "users_filter.py: sha256 " in output

@@ -50,9 +50,10 @@ def test_auto_is_the_newest_good_checkpoint_of_the_experiment(tmp_path: Path, mo
     config, notes = settled(config_of(tmp_path))
     assert (config.checkpoint.resume, config.checkpoint.source) == (None, None)
     assert notes == [f"checkpoint.resume: auto: no checkpoint in {tmp_path / 'demo'}, the run starts afresh"]
-    older, newer, newest = (checkpoint(tmp_path / "demo" / run, step) for run, step in (("1", 9), ("2", 3), ("2", 4)))
-    checkpoint(tmp_path / "other" / "3", 10)
-    (tmp_path / "demo" / "3").mkdir()
+    first, tenth = "2026-01-01_00-00-00_9", "2026-01-01_00-00-00_10"
+    older, newer, newest = (checkpoint(tmp_path / "demo" / run, step) for run, step in ((first, 9), (tenth, 3), (tenth, 4)))
+    checkpoint(tmp_path / "other" / "2026-01-02_00-00-00", 10)
+    (tmp_path / "demo" / "2026-01-02_00-00-00").mkdir()
     assert settled(config_of(tmp_path))[0].checkpoint.source == newest
     (newest / "actor_train" / "weights").unlink()
     config, (note,) = settled(config_of(tmp_path))

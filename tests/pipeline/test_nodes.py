@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from roll_lite.config.loading import load_config
-from roll_lite.pipeline.nodes import READ_WHOLE, Reader, View, differences, fingerprint, readers, view_of, why_apart, written_by_ranks
+from roll_lite.pipeline.nodes import (
+    READ_WHOLE,
+    Reader,
+    UsersCode,
+    View,
+    differences,
+    fingerprint,
+    readers,
+    view_of,
+    why_apart,
+    written_by_ranks,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Reader("model.path", Path("/models/m"), ("actor_train", "actor_infer"))
@@ -53,6 +64,29 @@ def test_folders_are_compared_where_roles_read_them(monkeypatch: pytest.MonkeyPa
         ("critic.path", ("critic",)),
     ]
     assert others[0].folder.resolve() == model.resolve()
+
+
+def test_code_of_users_is_compared_where_a_node_imports_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "users_package" / "scores").mkdir(parents=True)
+    for file in ("users_module.py", "users_package/__init__.py", "users_package/scores/words.py"):
+        (tmp_path / file).write_text("def function(group):\n    return True\n")
+    policy_loss = "algorithm.policy_loss={name: custom, function: users_package.scores.words.function}"
+    settings = ["rollout.filter={name: users_module.function}", policy_loss, "experiment=pytest.raises"]
+    config = load_config("tiny_grpo", ROOT / "examples/configs", settings, files=False)
+    by_folder = {one.folder.name: one for one in readers(config) if isinstance(one, UsersCode)}
+    module, package = by_folder["users_module.py"], by_folder["users_package"]
+    assert len(by_folder) == 2, "installed packages are compared by their versions"
+    assert set(module.files()) == {"users_module.py"} and set(package.files()) == {"__init__.py", "scores/words.py"}
+    there = {**package.files(), "scores/words.py": "sha256 o"}
+    seen = {reader: reader.files() for reader in (module, package)}
+    views = {"10.0.0.1": View(None, seen), "10.0.0.2": View(None, {module: {}, package: there})}
+    (message,) = differences(views, {"actor_train": {"10.0.0.1"}, "actor_infer": {"10.0.0.2"}}, "10.0.0.1")
+    assert message.startswith(f"users_package.scores.words.function: {tmp_path}/users_package on node 10.0.0.2")
+    assert "scores/words.py: sha256" in message
+    monkeypatch.setattr("roll_lite.pipeline.nodes.find_spec", lambda name: None)
+    assert module.files() == {}
 
 
 @pytest.mark.parametrize(
