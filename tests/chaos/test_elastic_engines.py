@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from engine_harness import Make, require
 from support_hosts import Hosts
 from support_hosts import hosts as start_hosts
 
@@ -33,14 +36,24 @@ def drain(hosts: Hosts, number: int) -> None:
     subprocess.run(hosts.on_first(command), env=hosts.environment, check=True, timeout=60)
 
 
+def continued(folder: Path, first: int) -> int:
+    """Count responses that an engine began and others ended."""
+    groups = (line for line in map(json.loads, (folder / "ledger.jsonl").read_text().splitlines()) if line["event"] == "group")
+    turns = (turn for group in groups for sample in group.get("turns", []) for turn in sample)
+    return sum(isinstance(engines, list) and engines[0] == first for engines, *_ in turns)
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize(("engine", "returns"), [("vllm", False), ("vllm", True), ("sglang", False)])
 @pytest.mark.usefixtures("signals_arrive")
-def test_an_engine_joins_with_a_node_and_leaves_when_the_node_is_drained(hosts: Hosts, returns: bool) -> None:
+def test_an_engine_joins_with_a_node_and_leaves_when_the_node_is_drained(hosts: Hosts, engine: Make, returns: bool) -> None:
+    """Long responses, so that the engine that leaves has some under way."""
+    require(engine)
     run = HostedRun(
         hosts,
         *("placement={nodes: 2, devices_per_node: 1}", "actor_train.devices=[0]", "actor_infer.devices=[1]", "limits.silence=10"),
-        "actor_infer.most_replicas=2",
+        *(f"actor_infer.strategy={engine}", "actor_infer.most_replicas=2"),
+        *(f"domains.{name}.sampling.{key}_tokens=200" for name in ("add", "make", "repeat") for key in ("min", "max")),
     )
     run.until(lambda: run.steps >= 1)
     assert not run.says(r"actor_infer\[1\]")
@@ -57,3 +70,4 @@ def test_an_engine_joins_with_a_node_and_leaves_when_the_node_is_drained(hosts: 
         run.trains(1)
     folder = run.ends()
     assert not run.says("is lost") and (folder / "logs" / "actor_infer-1.log").exists()
+    assert continued(folder, first=1) > 0

@@ -182,3 +182,22 @@ def test_chaos_kills_stops_and_slows(tmp_path: Path) -> None:
     audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
     assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
     assert until_gone(processes, 60) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("config", "role"), [("tiny_grpo", "rewards"), ("tiny_calculator", "environments")])
+def test_killed_reward_and_environment_workers_cost_no_sample(tmp_path: Path, config: str, role: str) -> None:
+    chaos = f"chaos={{every_s: 3, seed: 2, most: 6, targets: [{role}]}}"
+    settings = ["rollout.prompts_per_step=8", "checkpoint.every=0", "validation=null", "steps=60"]
+    with Run(tmp_path, config, *settings, chaos) as run:
+        run.wait_for_step(1)
+        processes = run.tree()
+        code, output = run.finish(800)
+    assert code == 0, output
+    assert output.count(f"chaos: kill of {role} rank") == 6, output
+    steps = [line for line in run.metrics() if "time/step" in line]
+    assert len(steps) == 60 and all(line["rollout/failed"] == 0 for line in steps)
+    audit = subprocess.run([sys.executable, "examples/audit.py", run.folder], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert audit.returncode == 0 and "the ledger adds up" in audit.stdout, audit.stdout
+    assert until_gone(processes, 60) == []
