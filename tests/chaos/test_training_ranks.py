@@ -122,15 +122,15 @@ def test_from_a_copy_in_memory_no_step_is_repeated(tmp_path: Path, method: str, 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("config", "devices", "method", "phase", "role"),
+    ("config", "devices", "method", "phase", "role", "call"),
     [
-        ("tiny_grpo", "actor_train.devices=2", "train_step", "train", "actor_train"),
-        ("tiny_ppo", "critic.devices=[1, 2]", "train_step", "train", "critic"),
-        ("tiny_ppo", "reference.devices=2", "forward", "log_probs", "reference"),
+        ("tiny_grpo", "actor_train.devices=2", "train_step", "train", "actor_train", "train"),
+        ("tiny_ppo", "critic.devices=[1, 2]", "train_step", "train", "critic", "train"),
+        ("tiny_ppo", "reference.devices=2", "forward", "log_probs", "reference", "compute"),
     ],
 )
 def test_a_rank_that_hangs_is_found_though_all_answer(
-    tmp_path: Path, config: str, devices: str, method: str, phase: str, role: str, undisturbed: Any
+    tmp_path: Path, config: str, devices: str, method: str, phase: str, role: str, call: str, undisturbed: Any
 ) -> None:
     """In training, the other rank waits for it in a collective of gloo's. Both are shown with their stacks."""
     settings = [config, *SETTINGS, devices, "algorithm.mini_batches=1", "steps=7", f"limits.{phase}=15"]
@@ -142,7 +142,7 @@ def test_a_rank_that_hangs_is_found_though_all_answer(
         output = disturbed(run, [], 7, further=1)
         assert_equal(run, quiet)
         blamed, *waiting = re.split(r"rank 0 stands at", (run.folder / "failure.txt").read_text())
-    assert f"{role} rank 1 is lost in {phase}: no answer after 15 s from rank" in " ".join(output.split())
+    assert f"{role} rank 1 is lost in {call}: no answer after 15 s from rank" in " ".join(output.split())
     assert f"{DIES_IN_A_CALL}/sitecustomize.py" in blamed and "waits in" not in blamed
     assert len(waiting) == (phase == "train")
     for other in waiting:
