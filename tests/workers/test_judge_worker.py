@@ -200,9 +200,18 @@ def server_process(servers: Cluster[JudgeWorker]) -> int:
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """After a while. What has ended but was adopted by a Ray worker stays a zombie until the worker ends."""
-    left = psutil.wait_procs(processes, timeout=5)[1]
-    return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    """Of these, half a minute later at most. What has ended but was adopted by a Ray worker stays a zombie until the worker ends."""
+    deadline = time.monotonic() + 30
+    while (left := [one for one in processes if lives(one)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def until_scored(reward: Any, sample: RewardInput) -> float:
