@@ -13,8 +13,8 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """The source is saved as `file`, and `run` runs it. If there is a `compile` command, it must write the compiled program to file
-    descriptor 3; this as `artifact`, and `run` runs it instead of the source."""
+    """Commands of a language. `run` runs the source, saved as `file`. `compile`, if given, must write the compiled program to file
+    descriptor 3; this is saved as `artifact`, and `run` runs it instead."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
