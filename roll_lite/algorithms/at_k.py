@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels in place of an answer's number: the response has no answer; the reward function extracts none."""
+"""Sentinels: the response has no answer; the reward function extracts none."""
 
 
 def every_k(most: int) -> list[int]:
@@ -19,8 +19,8 @@ def every_k(most: int) -> list[int]:
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. If all prompts have equally many samples, it is the
-    standard deviation of the prompts' means, divided by the square root of the number of prompts."""
+    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. With equally many samples per prompt: the standard
+    deviation of the prompts' means, divided by the square root of their number."""
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())
     count = len(deviations)
@@ -31,8 +31,8 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """Arrays have one entry per sample. `answers`: number of the sample's answer, from 0, where equal answers to a prompt have equal
-        numbers; NO_ANSWER or READS_NONE if there is none."""
+        """Arrays have one entry per sample. `answers`: number of the answer, from 0, equal for equal answers to a prompt; else NO_ANSWER or
+        READS_NONE."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
@@ -41,7 +41,7 @@ class SampledPrompts:
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P] For each prompt, the index of one of its samples in the arrays passed to `__init__`."""
+        """[P]: index of one of the prompt's samples in the arrays passed to `__init__`."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
@@ -65,8 +65,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """maj@k: share of majority votes with a correct winner. Each k consecutive samples of a prompt are one vote. In a tie, the tied
-        answers' mean correctness counts. Samples without an answer abstain. NaN if the reward extracts no answers."""
+        """maj@k: share of majority votes with a correct winner. Each k consecutive samples of a prompt are one vote. In a tie, the mean
+        correctness counts. Samples without an answer abstain. NaN if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

@@ -1,5 +1,5 @@
-"""Recurrences and row sums, compiled with numba, since tensor operations are slow at them. Inputs are in host memory: token tensors [B,
-T-1] with a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
+"""Recurrences and row sums, compiled with numba: tensor operations are slow at them. Inputs are in host memory: token tensors [B, T-1] with
+a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numba import njit
 ENTRIES_PER_THREAD = 1 << 17
 
 PARTS_PER_THREAD = 4
-"""Blocks of rows per thread. Several let fast threads take over blocks from a delayed thread."""
+"""Blocks of rows per thread. Several let fast threads take over from a delayed one."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -39,9 +39,9 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`. `tokens`: its token tensors; None stands for zeros. `rows`: its row arguments, each a
-    tensor [B], one number for all rows, or None for 0. `outputs`: dtypes of the returned tensors. With `whitening`, the kernel runs twice:
-    for the moments, then for the outputs. `per_turn`: apply gamma only from turn to turn."""
+    """Run the kernel `gae` or `discounted_returns`. `tokens`: token tensors; None stands for zeros. `rows`: row arguments, each [B], one
+    number for all rows, or None for 0. `outputs`: dtypes of the results. With `whitening`, the kernel runs twice: for the moments, then for
+    the outputs."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -79,9 +79,9 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`. If `moments` is not empty,
-    write only the advantages' `row_moments` there instead. `within`: discount between tokens of a turn; `gamma`: between turns. Other
-    arguments as in advantages.gae."""
+    """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`; if `moments` is not empty,
+    only the advantages' `row_moments` there. `within`: discount inside a turn; `gamma`: between turns. Other arguments as in
+    advantages.gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -128,8 +128,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write (discounted return - shift) * scale to `out`. If `moments` is not empty, write only the returns' `row_moments` there instead.
-    Discount: `within` between tokens of one turn, `gamma` between turns."""
+    """Write (discounted return - shift) * scale to `out`; if `moments` is not empty, only the returns' `row_moments` there. Discount:
+    `within` inside a turn, `gamma` between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]
@@ -204,12 +204,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate with numpy, which uses huge pages: first writes to memory from torch take longer than the loops here."""
+    """Allocate with numpy, which uses huge pages: torch's first writes to memory take longer than the loops here."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert to numpy for compiled code. None becomes an empty array, since reading zeros would take time."""
+    """Convert for compiled code. None becomes an empty array: reading zeros would take time."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

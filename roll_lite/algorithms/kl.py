@@ -37,10 +37,8 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
 
 
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p.
-
-    Tokens impossible under p contribute nothing, even if impossible under q (truncated vocabularies). For tokens impossible only under q,
-    the log-ratio is LOG_RATIO_LIMIT."""
+    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p. Tokens impossible under p contribute nothing, even if
+    impossible under q (truncated vocabularies). For tokens impossible only under q, the log-ratio is LOG_RATIO_LIMIT."""
     log_q = log_q.detach()
     impossible = log_p == -torch.inf
     log_ratio = log_p.masked_fill(impossible, 0.0) - log_q.masked_fill(impossible, 0.0)
@@ -78,8 +76,8 @@ LARGEST_ERROR = 0.2
 
 
 class KlController:
-    """KL coefficient. With a target, each step multiplies the coefficient by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples /
-    horizon, 1) (arXiv 1909.08593); the min keeps it positive for large batches."""
+    """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1)
+    (arXiv 1909.08593); the min keeps it positive for large batches."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef
@@ -97,6 +95,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the coefficient; without a target, the configured coefficient stays."""
+        """Restore the coefficient; without a target, the configured one stays."""
         if self._target is not None:
             self.coef = state["coef"]

@@ -1,7 +1,8 @@
 """Token losses [B, T-1], correction of the engine-trainer mismatch, and row weights.
 
 Policy losses take `PolicyTerms.filled()`. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
-have no gradient (except in Kimi's loss) and never count as clipped."""
+have no gradient (except in Kimi's loss) and never count as clipped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class PolicyTerms:
 
     def filled(self) -> PolicyTerms:
         """Zero masked entries, so that NaN there reaches neither loss nor gradient. Tokens with advantage 0 that are impossible under both
-        policies get log-probs 0, since their ratio is undefined."""
+        policies get log-probs 0: their ratio is undefined."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -47,7 +48,7 @@ class PolicyTerms:
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """bool: log_ratio is clamped from below, so that it has no gradient."""
+        """bool: log_ratio is clamped from below and has no gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
@@ -65,13 +66,12 @@ class PolicyLoss:
 
     loss: torch.Tensor
     ratio: torch.Tensor
-    """New / old probability of the token, or of the sequence in sequence-level losses; 1 where masked."""
+    """New / old probability of the token or, in sequence-level losses, the sequence; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its range, so that the token has no gradient. In cispo and topr: the weight was raised to its lower
-    bound."""
+    """bool: the ratio is below its range and has no gradient; in cispo and topr, the weight was raised to its lower bound."""
     clipped_high: torch.Tensor
-    """bool: the ratio is above its range, so that the token has no gradient. In losses that weight the log-prob by the clipped ratio
-    (cispo, topr), which keep the gradient: the weight was lowered to its upper bound."""
+    """bool: the ratio is above its range and has no gradient; in cispo and topr, which weight the log-prob by the clipped ratio and keep
+    the gradient, the weight was lowered to its upper bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
 
 def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
     """-A * geometric mean of token ratios, clipped from above if A > 0, else from below (arXiv 2507.20673). A is the row's mean advantage.
-    A clipped token has no gradient; the row's other tokens keep theirs."""
+    Only clipped tokens lose their gradient."""
     log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
     limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
     loss = -advantages * torch.exp(row_mean(limited, terms.mask))
@@ -132,9 +132,8 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 
 
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
-    """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
-
-    Every token keeps a gradient; a token counts as clipped if its weight was limited."""
+    """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585). Every token keeps a
+    gradient; it counts as clipped if its weight was limited."""
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
     return _weighted(terms, ratio, ratio.clamp(lowest, 1 + clip_high), terms.mask)
@@ -168,8 +167,8 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 
 
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
-    """(A - tau * s)**2 / (2 * tau) with the sum s of a row's clamped log-ratios and its mean advantage A (arXiv 2501.12599). The gradient
-    becomes the policy gradient as tau goes to 0."""
+    """(A - tau * s)**2 / (2 * tau) with the sum s of a row's clamped log-ratios and its mean advantage A (arXiv 2501.12599). As tau goes to
+    0, the gradient becomes the policy gradient."""
     advantages = row_mean(terms.advantages, terms.mask)
     # s is not clamped: nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
@@ -233,7 +232,7 @@ def mismatch_weights(
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product
-    (`sequence`) or geometric mean (`geometric`) over tokens. `truncate` limits weights to the range (TIS), `mask` sets weights outside to 0
+    (`sequence`) or geometric mean (`geometric`) over tokens. `truncate` limits weights to the range (TIS), `mask` zeroes those outside
     (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
@@ -257,8 +256,8 @@ def within(
 ) -> torch.Tensor:
     """Return a bool mask of tokens to keep: the mismatch of the token, or of its sequence (by `level`), is in [low, high] and not NaN.
 
-    `estimator`: `ratio` is exp(trained - rollout), `difference` the trainer's minus the engine's probability; the others estimate
-    KL(rollout || trained).
+    `estimator`: `ratio` is exp(trained - rollout), `difference` the trainer's minus the engine's probability; others estimate KL(rollout ||
+    trained).
     """
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
@@ -276,7 +275,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Reduce each row to one value [B, 1], or keep tokens, as `level` says. Undefined for rows without policy tokens."""
+    """Reduce each row to [B, 1], or keep tokens, as `level` says. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -326,9 +325,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch, not of
-    a rank's share. Empty rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant`: for
-    the mode `constant` (Dr. GRPO), in which a token weighs 1 / (rows * constant)."""
+    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty
+    rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` (Dr. GRPO): a token weighs 1
+    / (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

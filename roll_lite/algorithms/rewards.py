@@ -79,7 +79,7 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations (Welford). Sums are exactly rounded, so that row order changes nothing."""
+    """Count, mean and sum of squared deviations (Welford). Sums are exactly rounded: row order changes nothing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -118,12 +118,8 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1). over=running first adds the rewards to
-    `running`.
-
-    trains [N] bool: samples in the statistics; over=group uses all. If the standard deviation is 0, rewards are not divided, and reward
-    minus mean is exactly 0.
-    """
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless that is 0. over=running first adds the
+    rewards to `running`. trains [N] bool: samples in the statistics; over=group uses all."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -153,7 +149,7 @@ class Masked:
     weights: torch.Tensor
     """[N] float32, the column train_weight; 0 excludes a sample from training."""
     causes: dict[str, torch.Tensor]
-    """Cause -> [N] bool mask of its samples; causes may overlap."""
+    """Cause -> [N] bool mask; causes may overlap."""
 
 
 def mask_samples(
@@ -163,9 +159,9 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Return training weights: the sample weights of the data, times those of the user's function (`function_weights`). They are 0 for
-    truncated samples (if `truncated`), groups whose mean score is outside `group_mean`, and responses whose number of policy tokens is
-    outside `response_tokens`."""
+    """Return training weights: those of the data times `function_weights` (user's function). They are 0 for truncated samples (if
+    `truncated`), groups whose mean score is outside `group_mean`, and responses whose number of policy tokens is outside
+    `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

@@ -25,7 +25,7 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum the values of each domain in float64. `tokens`: metric name -> values [B, T-1], 0 where masked. Returns `<name>#<domain number>`
+    """Sum the values of each domain in float64. `tokens`: metric name -> values [B, T-1], 0 where masked. Return `<name>#<domain number>`
     -> sum."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
@@ -39,7 +39,7 @@ class Peaks:
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """(name, sign) -> [domains] maximum of sign * value. With sign -1, this is the negated minimum."""
+    """(name, sign) -> [domains] maximum of sign * value; sign -1 for minima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
         """Record unmasked values [B, T-1]. NaN makes the domain's peak NaN."""

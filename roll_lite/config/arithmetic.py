@@ -28,33 +28,30 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Treatment of weights when engines offload. with_copy: move them to host memory. without_copy: discard them, since the trainer sends them
-after every load."""
+"""Weights when engines offload. with_copy: move to host memory. without_copy: discard, since the trainer sends them after every load."""
 
 
 @dataclass(frozen=True)
 class ClusterArithmetic:
     devices: tuple[int, ...]
     copies: int
-    """Number of model copies: data-parallel ranks, or engine replicas."""
+    """Data-parallel ranks, or engine replicas."""
     layout: str
     shares_with: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of one model's forward or training pass: their number if all samples have the maximum length, and their maximum
-    tokens."""
+    """Micro-batches of one model's forward or training pass: number, if all samples have the maximum length, and maximum tokens."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
     """Samples on the fullest rank if all samples are equally long."""
     most_rows: int
-    """Maximum samples on a rank. It is reached if each of the other ranks gets a single long sample."""
+    """Maximum samples on a rank: each other rank got a single long sample."""
     longest: int
     budget: int
-    """Token limit of a micro-batch; a longer sample runs alone."""
     row_limit: int | None = None
     tokens_divisor: int = 1
     count_divisor: int = 1
@@ -65,7 +62,6 @@ class PassArithmetic:
 
     @property
     def tokens(self) -> int:
-        """Maximum tokens of a micro-batch, padding included."""
         rows = min(self.most_rows, self.row_limit or self.most_rows)
         most = max(self.longest, min(self.budget, rows * self.longest))
         return ceil(most / self.tokens_divisor) * self.tokens_divisor
@@ -81,7 +77,7 @@ class DomainArithmetic:
     name: str
     share: Fraction
     prompts_per_step: Fraction
-    """Average prompts per step. A single step's number differs from it by less than two."""
+    """Average prompts per step; a single step differs from it by less than two."""
     samples_per_prompt: int
     max_tokens: int
 
@@ -110,7 +106,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """List device numbers. Raises Refused for an unresolved name such as `node0:3`."""
+    """Raise Refused for an unresolved name such as `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -132,7 +128,7 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path of the setting from which validation of domain `name` takes the sampling parameter `key`."""
+    """YAML path from which validation of domain `name` takes sampling parameter `key`."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -177,13 +173,11 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """LoRA settings if engines receive only adapters, else None."""
     lora = config.actor_train.lora
     return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
 
 def engine_offload(config: RunConfig) -> EngineOffload:
-    """Return how engines offload. If the trainer sends all weights after every load, engines keep no copy of them."""
     if not config.actor_infer.offload:
         return "never"
     return "without_copy" if trains(config) and adapters_of_engines(config) is None else "with_copy"
@@ -197,7 +191,7 @@ def model_parallel_size(role: Role) -> int:
 
 
 def micro_batch_count_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Required divisor of the micro-batch count: the pipeline size if stages are interleaved, else 1."""
+    """Required divisor of the micro-batch count: the pipeline size if stages are interleaved."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
@@ -208,7 +202,7 @@ def layers_per_chunk(strategy: MegatronStrategyConfig, layers: int) -> list[int]
 
 
 def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
-    """Return (setting, problem) if the pipeline does not fit the model's layers, else None."""
+    """Return (setting, problem) if the pipeline does not fit the model's layers."""
     pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
     if given is not None:
         return ("pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers") if sum(given) != layers else None
@@ -221,16 +215,16 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`,
-    which must then be divisible too. Engines copy the head instead: for them, `head_dim` is None."""
+    """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`.
+    Engines copy the head instead: pass None."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Required divisor of a micro-batch's tokens. Context parallelism cuts them into two chunks per rank; sequence parallelism splits each
-    chunk over the tensor-parallel ranks."""
+    """Required divisor of a micro-batch's tokens. Context parallelism cuts them into two chunks per rank, sequence parallelism each chunk
+    over the tensor-parallel ranks."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -278,7 +272,6 @@ def actor_gives_log_probs(config: RunConfig) -> bool:
 
 
 def replays_engines(config: RunConfig) -> bool:
-    """True if the actor's passes use the experts that the engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
 
 
@@ -289,7 +282,7 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Roles (models) that the run's `mode` needs, by configuration path."""
+    """Return configuration path -> role (model) for the roles that the run's `mode` needs."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -363,8 +356,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step: the domains with the most samples per prompt get as many prompts as possible. A step's prompts of a domain
-    differ from its average by less than two, or not at all if the average is a whole number."""
+    """Maximum samples of a step: domains with the most samples per prompt get as many prompts as possible, up to two more than their
+    average unless this is a whole number."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
@@ -379,6 +372,5 @@ def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
-    """Return (rows, most_rows) of PassArithmetic: samples on the fullest rank if all are equally long, and if each other rank has a single
-    long sample."""
+    """Return `rows` and `most_rows` of PassArithmetic."""
     return ceil(rows / ranks), max(rows - (ranks - 1), 1)

@@ -1,7 +1,7 @@
-"""Table of the tensors (weights, optimizer, KV cache, ...) that each role has on its devices in each phase.
+"""Tensors (weights, optimizer, KV cache, ...) that each role has on its devices in each phase.
 
-Before generation, engines load weights while the trainer's are still loaded. The trainer sends its weights and offloads them, then engines
-allocate the KV cache.
+Before generation, engines load weights while the trainer's are loaded; the trainer sends and offloads its weights; then engines allocate
+the KV cache.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Role -> its tensors on the device. Roles are loaded in this order, but a role that waits for its devices does not delay those after
-    it."""
+    """Role -> its tensors on the device, in the order of loading; a role that waits for its devices does not delay later ones."""
     in_turns: bool = False
     """True: roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True
@@ -60,8 +59,8 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Return the `waiting` roles that can be loaded beside the `present` ones and each other. `exclude`: True for two roles that cannot be
-    loaded together."""
+    """Return the `waiting` roles that can be loaded beside the `present` ones and each other. `exclude`: True for roles that cannot
+    share."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

@@ -1,5 +1,4 @@
-"""Configurations with `mode: evaluate`. Settings that only training reads are left out before validation, so that they may be missing or
-not fit the model."""
+"""Configurations with `mode: evaluate`. Settings that only training reads are removed before validation: they may be missing or misfit."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
 
 def without_training(composed: Composed) -> Composed:
-    """Leave out settings of training. If some domains have held-out prompts, also leave out the domains that have none."""
+    """Remove settings of training and, if some domains have held-out prompts, the domains without any."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
     sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}

@@ -1,4 +1,4 @@
-"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. Tokens outside the mask have log-prob minus infinity."""
+"""Keep masks: the tokens that truncated sampling (top-k, top-p, min-p) could draw. The log-prob of other tokens is minus infinity."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 KEEP_LIMIT = 1024
 """Maximum log-probs that an engine reports per token."""
 TIE_ROOM = 8
-"""Tokens requested beyond top_k, because engines keep all tokens that tie with the k-th. Ties are common in bfloat16."""
+"""Tokens requested beyond top_k: engines keep all that tie with the k-th, and ties are common in bfloat16."""
 
 
 class Truncation(Protocol):
@@ -22,7 +22,7 @@ class Truncation(Protocol):
 
 
 def is_truncated(sampling: Truncation) -> bool:
-    """True if some tokens cannot be sampled. min_tokens counts too: it forbids an early end of sequence."""
+    """True if some tokens cannot be sampled; min_tokens forbids an early end of sequence."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or sampling.min_tokens > 0
 
 
@@ -34,7 +34,6 @@ def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
 
 
 def keep_mask_available(sampling: Truncation, vocab_size: int) -> str | None:
-    """Reason why an engine cannot give the mask, or None."""
     width = keep_mask_width(sampling, vocab_size)
     if width <= KEEP_LIMIT:
         return None

@@ -19,7 +19,6 @@ from roll_lite.hub import fetch, lacks_weights, online
 
 
 def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
-    """Find a configuration's name and folder. Without `folder`, `name` may be a path."""
     with suppress(ValueError):  # reported as a mistake of --config-name
         path = absolute_path(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
         if folder is None and is_file(path):
@@ -37,10 +36,10 @@ def load_config(
     weights: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
-    """Load a configuration, shipped or in `folder`. Raises ConfigError with all mistakes.
+    """Load a configuration, shipped or in `folder`. ConfigError lists all mistakes.
 
-    `further`: additional checks. `files`: if False, neither read nor download models and data. `weights`: download missing weights after
-    all checks. `tell`: receives notes on downloads and replaced shipped files.
+    `files`: if False, neither read nor download models and data. `weights`: download missing weights after all checks. `tell` receives
+    notes.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
@@ -88,7 +87,7 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:
-    """Replace values of environment variables in a problem by what the configuration has in their place, such as `${oc.env:NAME}`."""
+    """Replace values of environment variables in a problem by the text in the file, such as `${oc.env:NAME}`."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
             problem = replace(problem, value=text)

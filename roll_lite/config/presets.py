@@ -22,7 +22,6 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def validation_preset(name: str) -> Any:
-    """Return the held-out files of a preset."""
     if "validation" not in (entry := preset(name)):
         raise ValueError("this preset has no held-out prompts; take another one, or set data.validation")
     return entry["validation"]

@@ -15,9 +15,8 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""URL with a login. One slash suffices, as converting a URL to a path drops the second."""
+"""URL with a login. One slash suffices: converting a URL to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
-"""Login, `user:password@`, without a URL scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
@@ -37,7 +36,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: the problem has no value to show. None would be shown as null."""
+    """Type of NO_VALUE: no value to show (None would be shown as null)."""
 
 
 NO_VALUE = _NoValue()
@@ -74,7 +73,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """Lists all mistakes of a configuration. `partial`: the part of it that is valid."""
+    """Error that lists all mistakes of a configuration. `partial`: its valid part."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -89,12 +88,11 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting (for a list item, of the list) marks a secret: key, token, ..."""
+    """True if the name of the setting (of the list, for an item) marks a secret: key, token, ..."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 
 def hidden(text: str) -> str:
-    """Hide secrets in unparsable text."""
     return without_logins(ASSIGNED.sub(rf"\1{HIDDEN}", text))
 
 
@@ -124,12 +122,11 @@ def show(value: Any, path: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Escape characters that could control a terminal."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint with the valid names close to `wrong`, or with all valid names if none is close."""
+    """Return a hint with the valid names close to `wrong`, else with all."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
@@ -148,7 +145,7 @@ def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
 
 
 def space_missing(value: Any) -> str:
-    """Hint to append to a message if a text looks like `key:value`; else ""."""
+    """Hint to append to a message if a text looks like `key:value`."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

@@ -44,7 +44,7 @@ def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tup
 
 
 def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
-    """Build a section from plain data. Return its valid part and all problems. `broken`: paths with known problems, to skip."""
+    """Build a section. Return its valid part and all problems. `broken`: paths with known problems, to skip."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
     assert isinstance(section, cls)
@@ -131,7 +131,7 @@ class _Walker:
         return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
-        """Return the section class that the value's `name` selects. If no class has this name, report a problem and return None."""
+        """Return the section class that the value's `name` selects; report a problem if there is none."""
         by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
@@ -151,7 +151,7 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Return similar keys that are not set, one of which was probably meant."""
+        """Report an unknown key. Return similar unset keys, one of which was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -189,8 +189,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Type of a field. `variants`: its section classes, several for a union, none for a plain value. `container`: dict or list if the field
-    holds a mapping or list."""
+    """Type of a field. `variants`: its section classes, empty for a plain value. `container`: dict or list of them, if any."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -206,7 +205,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Value of `name` that selects this class; DOTTED_PATH if the class takes any dotted path."""
+    """Value of `name` that selects this class; DOTTED_PATH if it takes any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -226,7 +225,7 @@ def _leaf_adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
 
 
 def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
-    """Yield all (path, section class). `<name>` stands for a user's key, `<n>` for an index."""
+    """Yield (path, section class). `<name>` stands for a user's key, `<n>` for an index."""
     yield path, cls
     for name, info in cls.model_fields.items():
         shape = shape_of(info.annotation)
@@ -264,8 +263,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key instead of becoming its value. This holds for a mapping's entry that an earlier layer set (`inherited`),
-    and for a setting that cannot be null: it returns to its default."""
+    """True if null removes the key: a mapping's entry that an earlier layer set (`inherited`), or a setting that cannot be null and returns
+    to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

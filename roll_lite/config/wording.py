@@ -26,7 +26,6 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def field_type(field: FieldInfo) -> Any:
-    """Annotation with its constraints, which pydantic stores separately."""
     return Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 

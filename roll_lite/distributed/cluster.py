@@ -1,8 +1,7 @@
 """Cluster of one role's Ray actors. A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
-`all` calls the method on every rank, `one` on rank 0. `each` calls the living ranks of a cluster whose ranks are independent (engines).
-`start_scatter` sends shard i to all ranks of data-parallel rank i. `heads_scatter` sends shard i only to the head rank of data-parallel
-rank i, the one that returns outputs. Methods named `start_...` do not wait.
+`all` calls every rank, `one` rank 0, `each` the living ranks of independent ones (engines). `start_scatter` sends shard i to all ranks of
+data-parallel rank i, `heads_scatter` only to its head rank, which returns outputs. `start_...` do not wait.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads of a worker that answer `until_death`, `place` (heartbeat) and `stand` while another method runs."""
+"""Threads for liveness calls while another method runs."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,8 @@ class ClusterSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log_folder: Path | None = None
     timeout_s: float | None = None
-    """Time limit of every call; None: unlimited."""
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. The other ranks start when devices become free; until then they count as
-    lost."""
+    """Number of ranks that start with the cluster. The others start when devices become free; until then they count as lost."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -72,7 +69,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return the Ray actor class, and Ray options for liveness calls (None: the worker is not watched)."""
+    """Return the Ray actor class, and Ray options for liveness calls (None: unwatched)."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -158,7 +155,7 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Call all living ranks, which must be independent. Returns results by rank, without ranks that die during the call."""
+        """Call all living, independent ranks. Return results by rank, without ranks that die during the call."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:

@@ -1,7 +1,7 @@
 """Batches whose per-token columns bypass the driver.
 
-Workers store per-token columns as blocks in Ray's object store. The driver holds only the columns with one value per sample. It sends each
-data-parallel rank a shard: the rank's rows of these columns, and references to blocks. A block lives while a Batch or a shard refers to it.
+Workers store per-token columns as blocks in Ray's object store. The driver holds columns with one value per sample, and sends each
+data-parallel rank its rows of these and references to blocks. A block lives while a Batch or a shard refers to it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Block:
-    """Per-token columns of some samples in Ray's object store."""
-
     refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
     samples: np.ndarray
@@ -40,7 +38,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Put per-token columns into the object store. `columns` must also have the column `sample`, the sample numbers."""
+    """Put per-token columns into the object store. `columns` must also have the sample numbers, `sample`."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -67,7 +65,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank. Per-token columns are references into Ray's object store."""
+    """Part of a batch for one data-parallel rank; per-token columns are references into the object store."""
 
     rows: DataProto
     keys: tuple[str, ...]
@@ -84,7 +82,7 @@ class BatchShard:
 
 
 class Batch:
-    """Driver's view of a batch: `rows` holds the columns with one value per sample, blocks hold per-token columns."""
+    """Driver's view of a batch: `rows` has one value per sample, blocks hold per-token columns."""
 
     def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
         long = [key for key, column in rows.columns.items() if isinstance(column, Ragged)]
@@ -96,8 +94,8 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Column -> two arrays with an entry per batch row: the index in `_refs` of the object that holds the row's values (NOWHERE: none
-        does), and the row's position in that object."""
+        """Column -> for each batch row, the object's index in `_refs` (NOWHERE: none has the column) and the row's position in that
+        object."""
         self.add(blocks)
 
     def __len__(self) -> int:

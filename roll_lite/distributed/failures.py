@@ -1,5 +1,3 @@
-"""Errors of a cluster's ranks and of a Fleet's members, and texts that describe them."""
-
 from __future__ import annotations
 
 import re
@@ -13,15 +11,14 @@ from roll_lite.files import first_line
 
 LOG_LINES = 15
 BUDGET_SECONDS = 3600.0
-"""Time window in which RestartBudget counts restarts."""
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster: a rank raised, died or timed out. All ranks of the cluster are killed before it is raised, except when a
-    phase times out in `pending.pause`."""
+    """First failure of a cluster: a rank raised, died or timed out. The cluster's ranks are killed first, except when a phase times out in
+    `pending.pause`."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -30,15 +27,15 @@ class RankFailed(RuntimeError):
         self.phase = phase
         self.cause = cause
         self.retryable = retryable
-        """True if the rank died or hung, so a restart may help."""
+        """True if the rank died or hung: a restart may help."""
         self.where = ""
-        """" on ADDRESS" in a cluster of several nodes, else empty."""
+        """" on ADDRESS" if the cluster has several nodes."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return a copy of the failure that ends the run. Its message names the number of restarts and the setting that limits them."""
+        """Return a copy that ends the run; its message names the number of restarts and the setting that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -47,13 +44,11 @@ class RankFailed(RuntimeError):
 
 
 class RestartBudget:
-    """Counts restarts by name within the last BUDGET_SECONDS."""
-
     def __init__(self) -> None:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Return True and count a restart, unless `name` has already had `restarts` of them within BUDGET_SECONDS."""
+        """Return True and count a restart, unless `name` had `restarts` of them within BUDGET_SECONDS."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
         if len(times) >= restarts:
@@ -69,7 +64,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Every member (engine, reward worker, ...) of a Fleet is dead. `place`: number of the member that died last."""
+    """All members of a Fleet are dead. `place`: number of the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -96,12 +91,11 @@ def is_death(error: BaseException) -> bool:
 
 
 def is_loss(error: BaseException) -> bool:
-    """True if the error means that a Fleet's member is lost: a dead process, or MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if the error may be only a consequence of another rank's death: broken collectives raise RuntimeError or OSError."""
+    """True if the error may only follow from another rank's death: broken collectives raise RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
@@ -113,7 +107,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Return a one-line cause. `name`: process name to prepend, unless the error is a MemberLost."""
+    """Return a one-line cause. `name`: process name to prepend, except to a MemberLost."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -123,7 +117,7 @@ def cause_of(error: BaseException, name: str = "") -> str:
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """Return a one-line cause, then the remote traceback or, if the process was lost, the end of its log."""
+    """Return a one-line cause, then the remote traceback or, if the process died, the end of its log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         names_cause = isinstance(error.cause, MemberLost | FleetDown)
@@ -145,7 +139,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Return the last exception in the rank's log, skipping lines that refer to a "root cause above"."""
+    """Return the last exception in the rank's log, skipping references to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -1,7 +1,5 @@
-"""Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost.
-
-A fleet belongs to one event loop. Training ranks, which die together, form a `RankGroup`.
-"""
+"""Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost, in one event loop. Training ranks,
+which die together, form a `RankGroup`."""
 
 from __future__ import annotations
 
@@ -17,16 +15,15 @@ from roll_lite.distributed.liveness import Heartbeat, first_of
 
 ASK_SECONDS = 5.0
 SILENCE_SECONDS = 10.0
-"""Timeout for an idle member's answer."""
 
 
 class Member(Protocol):
-    """Process, or group of processes, that a `Fleet` starts, watches and restarts: an engine, reward worker or judge server."""
+    """Process, or group of processes, that a `Fleet` starts, watches and restarts."""
 
     name: str
 
     async def start(self) -> None:
-        """Start or restart; returns when the member can serve."""
+        """Start or restart; return when the member can serve."""
         ...
 
     async def until_lost(self) -> str:
@@ -43,9 +40,9 @@ class SlowStart(MemberLost):
 @dataclass(frozen=True)
 class Policy:
     start_timeout_s: float | None
-    """Time limit of one attempt to start; None: unlimited."""
+    """Time limit of one attempt to start."""
     restarts: int | None = None
-    """Maximum restarts per hour of a member; None: unlimited."""
+    """Maximum restarts of a member per hour; None: unlimited."""
     attempts: int = 3
     path: str = ""
 
@@ -76,7 +73,7 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Supervisor of members (engines, reward workers, ...): starts, watches and restarts them.
+    """Supervisor that starts, watches and restarts members.
 
     `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
     the fleet. `down(error)` is called once, when no member is left or the fleet has ended by an exception.
@@ -122,7 +119,6 @@ class Fleet(Generic[M]):
         self.tend()
 
     def tend(self) -> None:
-        """Watch the members, and start those not started yet."""
         self._tasks = [asyncio.get_running_loop().create_task(self._tend(seat)) for seat in self._seats.values()]
 
     @property
@@ -130,7 +126,6 @@ class Fleet(Generic[M]):
         return bool(self._tasks)
 
     def close(self, kill: bool = True) -> None:
-        """Stop watching; `kill`: also kill the members."""
         for task in self._tasks:
             task.cancel()
         for member in self.members if kill else ():
@@ -145,7 +140,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """Member number -> cause of the loss, kept until the member serves again."""
+        """Member number -> cause of the loss, until the member serves again."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -164,7 +159,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """Wait until no `drained` block is active, then mark the member as busy inside the block."""
+        """Wait until no `drained` block is active; mark the member as busy inside the block."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -176,7 +171,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Wait until no member is busy or starting. Inside the block no member gets work, and lost members are not restarted."""
+        """Wait until no member is busy or starting. Inside the block no member gets work or is restarted."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
@@ -280,6 +275,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Poll a member by `ask` while it is idle. Return a message when an answer takes longer than SILENCE_SECONDS."""
+    """Poll an idle member by `ask`. Return a message when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

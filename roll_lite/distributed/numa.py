@@ -1,5 +1,3 @@
-"""Keeps a process near its GPU, on machines with several NUMA nodes."""
-
 from __future__ import annotations
 
 import os
@@ -9,9 +7,9 @@ from typing import Any
 
 
 def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
-    """Run all threads of this process on the CPUs of its GPU's NUMA node. Threads and processes started later inherit that, and the host
-    memory that they allocate lies on the node. Returns the CPUs; none if nothing changed: the machine has one node, its files say nothing,
-    or the user has bound the process (it may use fewer CPUs than its cgroup).
+    """Run all threads of this process on the CPUs of its GPU's NUMA node, where their host memory then lies; later threads and processes
+    inherit that. Return the CPUs; none if nothing changed: one node, no information, or the user has bound the process (to fewer CPUs than
+    its cgroup's).
 
     `properties`: the GPU's, from torch. `root` holds `sys` and `proc`.
     """
@@ -30,7 +28,6 @@ def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
 
 
 def _given(root: Path) -> set[int]:
-    """Return the CPUs of the process's cgroup, or of the machine."""
     group = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
     of_group = root / "sys/fs/cgroup" / group / "cpuset.cpus.effective"
     return _numbers(of_group if of_group.is_file() else root / "sys/devices/system/cpu/online")

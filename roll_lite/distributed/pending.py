@@ -1,4 +1,4 @@
-"""Waiting for calls to ranks. A failing or dying rank of any cluster ends every wait."""
+"""Wait for calls to ranks. A failing or dying rank of any cluster ends every wait."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from roll_lite.distributed.worker import Stand
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Maximum length of one `ray.wait`: between two of them, Ctrl-C and timeouts are noticed."""
+"""Maximum length of one `ray.wait`: Ctrl-C and timeouts are noticed in between."""
 KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
-"""Time to look for a dead rank after another rank reports a broken connection."""
+"""Time to look for a dead rank after another reports a broken connection."""
 STACK_SECONDS = 3.0
 MOST_STACKS = 8
 DUMP_SECONDS = 0.5
@@ -35,17 +35,16 @@ DUMP_SECONDS = 0.5
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref`: Ray reference to the result; None if the rank is already lost; a list for a method with several results."""
+        """`ref`: Ray reference to the result; None if the rank is already lost; a list for several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
-        """References to the further results. While these references are held, the results stay in the object store even if the rank
-        dies."""
+        """References to the further results, which keep them in the object store even if the rank dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
         self.ref: ray.ObjectRef | None = first
         self.value: Any = None
         self.may_be_lost = may_be_lost
-        """True if the rank's death is tolerated: the call then ends without a value instead of raising."""
+        """True: if the rank dies, the call ends without a value instead of raising."""
         self.lost = ref is None
 
     @property
@@ -81,7 +80,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Return the result if ready, else None. A rank's error is raised; a rank's death is raised only by the next wait."""
+        """Return the result if ready, else None. A rank's error is raised here, its death only by the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -100,8 +99,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the deadline (monotonic clock). Without `timeout_s`, the cluster's limit applies, but not inside a phase that has its own
-        limit."""
+        """Return the deadline (monotonic clock). The cluster's limit is the default, except inside a phase with its own limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -117,9 +115,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of a cluster whose independent ranks are all dead.
-
-    If their supervising worker also dies within BLAME_SECONDS, raise the supervisor's failure, which names the cause."""
+    """Raise the failure of a cluster whose independent ranks are all dead; or, if their supervising worker dies within BLAME_SECONDS, its
+    failure, which names the cause."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -154,8 +151,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, in a loop that waits for an event. Raises RankFailed if a rank fails or the phase times out; `rank` and
-    `waits_for` (the event) are for the message of a timeout."""
+    """Sleep half a second, in a loop that waits for the event `waits_for`. RankFailed if a rank fails or the phase times out; the message
+    then names `rank`."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -164,7 +161,7 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 
 
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Wait up to `timeout_s` for references; return the ready ones. Raise the failure of a dead or silent rank."""
+    """Wait up to `timeout_s`; return the ready references. Raise the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
         ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
@@ -198,8 +195,8 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank at fault. A rank that reports a broken collective may only have noticed another rank's death, so look
-    for a dead rank first."""
+    """Raise the failure of the rank at fault. Look for a dead rank first: a rank that reports a broken collective may only have noticed its
+    death."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -222,8 +219,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If it ended because all members of its Fleet are dead (FleetDown), blame the member that died
-    last."""
+    """Raise the failure of a dead rank. If it ended because its Fleet's members are all dead, blame the last of them."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -261,7 +257,6 @@ def _time_out(pending: Pending[Any], limit: Limit | None) -> NoReturn:
 
 
 def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, blamed: int | None = None) -> NoReturn:
-    """Raise RankFailed of the group. `blamed`: the rank at fault, if known."""
     stopped = stopped_at(pulse.place for other in WATCH.groups for pulse in other.pulses)
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped)
     note = f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
@@ -272,8 +267,8 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the first rank that gives no answer. If all answer, return a rank that others wait for and that waits for none: of two ranks
-    in a process group, the one that has begun more collectives waits for the other."""
+    """Return the first rank without an answer. If all answer, return one that others wait for and that waits for none: of two ranks in a
+    process group, the one that has begun more collectives waits for the other."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}
@@ -294,7 +289,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
-    """Ask ranks where they stand; return the answers that come within STACK_SECONDS."""
+    """Ask ranks where they stand; return the answers within STACK_SECONDS."""
     if not group.deaths:
         return {}
     refs = {group.stand(rank): rank for rank in ranks}

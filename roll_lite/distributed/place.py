@@ -1,5 +1,3 @@
-"""Place (node and pid) of an actor's process, and a base class of Fleet members that are single actors."""
-
 from __future__ import annotations
 
 import asyncio
@@ -51,7 +49,6 @@ class Place(NamedTuple):
 
 
 def on_node(node: str) -> NodeAffinitySchedulingStrategy:
-    """Return Ray's scheduling strategy of a task or actor that must run on this node."""
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
@@ -60,7 +57,7 @@ def node_addresses() -> dict[str, str]:
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Return the processes on this node, at `places` or their children, that are stopped by SIGSTOP."""
+    """Return the processes at `places`, and their children, that are stopped by SIGSTOP on this node."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -72,7 +69,7 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill, so local ones at `places` are killed directly."""
+    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill: local ones are killed directly."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):
@@ -84,10 +81,9 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""A process counts as stopped once STOPPED_LOOKS polls in a row, every STOPPED_LOOK_SECONDS, find it stopped. A merely slow process is
-found running by some poll."""
+"""A process counts as stopped after STOPPED_LOOKS polls in a row: some poll finds a merely slow one running."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
-"""Class name -> role, for the workers that the rollout service starts."""
+"""Class name -> role of workers that the rollout service starts."""
 
 
 def member_places() -> list[tuple[str, int, Place]]:
@@ -142,7 +138,7 @@ class ActorMember(ABC):
         return f"{self.name}{where}: {cause}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process, if on this node, is stopped (SIGSTOP). Needed for busy members, which are not asked for answers."""
+        """Wait until the process, if on this node, is stopped (SIGSTOP). Busy members are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -1,7 +1,8 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
 Devices are numbered across nodes; roles that list the same number share the device. One placement group holds all devices.
-`placement.nodes` fixes each device's node; else Ray chooses as few nodes as possible."""
+`placement.nodes` fixes each device's node; else Ray chooses as few nodes as possible.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +26,13 @@ from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001
-"""Amount of Ray's resource `node:ADDRESS` that each bundle requests. Any positive amount binds the bundle to that node."""
+"""Share of Ray's resource `node:ADDRESS` in each bundle; any positive amount binds the bundle to that node."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Time limit for reserving the chosen nodes' devices. Another job may have taken them, so nodes are chosen again after it."""
+"""Time limit for reserving devices on the chosen nodes. Another job may have taken them: then choose again."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
-"""Share of a node's CPU cores used as devices if the cluster has no GPUs."""
 
 
 class PlacementTimeout(TimeoutError):
@@ -43,10 +43,10 @@ class PlacementTimeout(TimeoutError):
 class Slot:
     strategy: Any = None
     local_rank: int = 0
-    """Index of the worker's first device among the devices it sees: 0 on GPUs, the slot's number within the node on CPUs."""
+    """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """Placement group of a worker that waits for free devices; else None."""
+    """Placement group of a worker that waits for free devices."""
     own_gpus: int = 0
 
 
@@ -124,7 +124,6 @@ def draining_nodes() -> set[str]:
 
 
 def anywhere(workers: int) -> list[Slot]:
-    """Slots without a device, spread over the nodes by Ray."""
     return [Slot("SPREAD", number) for number in range(workers)]
 
 
@@ -143,7 +142,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core per slot, at most 1, with which slots fit into each node's free cores. `counts`: slots by node id."""
+    """Largest share of a core per slot, at most 1, that fits each node's free cores. `counts`: slots by node id."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -214,11 +213,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign a Ray node to each node number, in order: the first Ray node with enough free devices that leaves enough for later numbers.
-    None if impossible.
-
-    `room`: (Ray node, its free devices). `wanted`: node number -> devices.
-    """
+    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers. None if
+    impossible. `room`: (Ray node, its free devices); `wanted`: node number -> devices."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -239,7 +235,7 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each device, if fixed."""
+    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: each device's node, if fixed."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
@@ -279,7 +275,7 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """Return the GPU of each bundle. A task inside each bundle finds it out, since Ray names a bundle's GPU only there."""
+    """Return the GPU of each bundle, which Ray names only to a task inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

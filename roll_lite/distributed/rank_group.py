@@ -17,7 +17,6 @@ from roll_lite.distributed.liveness import Silence
 from roll_lite.distributed.place import Place, kill_actors
 
 PULSE_SECONDS = 5.0
-"""Pause between a heartbeat's answer and the next question."""
 LISTEN_SECONDS = 1.0
 KILL_SECONDS = 30.0
 
@@ -27,15 +26,15 @@ class Pulse:
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """Node and pid; None before the first call to the cluster."""
+        """None before the first call to the cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Ask the rank if a question is due, or check for its answer. Return how many seconds the open question has waited (0: none is
-        open); pauses of this process hardly count."""
+        """Ask the rank if a question is due, or check for its answer. Return how long the open question has waited (0: none is open);
+        pauses of this process hardly count."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -53,10 +52,8 @@ class Pulse:
 
 
 class RankGroup:
-    """Ranks of one cluster, as Ray actors. If one dies, all are killed, unless they are independent (`live_alone`).
-
-    `watch`: Ray options for liveness calls; None: unwatched.
-    """
+    """Ranks of one cluster. If one dies, all are killed, unless they `live_alone`. `watch`: Ray options for liveness calls; None:
+    unwatched."""
 
     def __init__(
         self,
@@ -80,10 +77,8 @@ class RankGroup:
         self._make = make
         self._lost = dict.fromkeys(range(self.initial_ranks, len(self.actors)), "it waits for free devices")
         self.phases: list[str] = []
-        """Methods in flight, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
         self.pulses: list[Pulse] = []
-        """Heartbeats by rank; empty if unwatched."""
         self.started = False
         self.end: str | None = None
         self._watch_options = watch
@@ -119,7 +114,7 @@ class RankGroup:
         self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def restart(self, rank: int) -> Any:
-        """Start a new actor for a dead rank and return it. The rank counts as lost until `regain`."""
+        """Start a new actor for a dead rank, which counts as lost until `regain`."""
         assert self._make is not None and self._watch_options is not None and rank in self._lost
         kill_actors([self.actors[rank]], [self.pulses[rank].place])
         self.deaths = {ref: number for ref, number in self.deaths.items() if number != rank}
@@ -128,7 +123,6 @@ class RankGroup:
         return actor
 
     def death_of(self, rank: int) -> ray.ObjectRef:
-        """Reference that becomes ready, with an error, when the rank dies."""
         return next(ref for ref, number in self.deaths.items() if number == rank)
 
     def regain(self, rank: int, place: Place) -> None:
@@ -152,7 +146,6 @@ class RankGroup:
             kill_actors(self.actors, [pulse.place for pulse in self.pulses])
 
     def rebuild(self) -> None:
-        """Replace all ranks by new processes on the same devices."""
         assert self._make is not None and not self.live_alone
         self.kill("it starts anew")
         if self.deaths:
@@ -169,9 +162,9 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak references, so that dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak references: dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths and silence are not reported inside an `overlooking` block."""
+        """Groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Non-blocking functions that every wait calls about once a second."""
         self._silence_s: float | None = None
@@ -195,15 +188,14 @@ class LivenessWatch:
         return {(name, rank): place for name, rank, place in found if place is not None}
 
     def where(self, name: str, rank: int) -> str:
-        """Return " on ADDRESS" for a rank, or "" if unknown or if all ranks share one node."""
+        """Return " on ADDRESS", or "" if unknown or if all ranks share one node."""
         pulses = [pulse for group in self.groups for pulse in group.pulses]
         place = next((group.pulses[rank].place for group in self.groups if group.name == name and rank < len(group.pulses)), None)
         is_told = place is not None and any(pulse.place is not None and pulse.place.node != place.node for pulse in pulses)
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return {reference: (group, rank)} for all ranks of groups that end when one rank dies. A reference becomes ready when its rank
-        dies."""
+        """Return reference -> (group, rank) for groups that end when one rank dies. A reference is ready when its rank is dead."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -225,7 +217,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """Return (group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`, else None."""
+        """Return (group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -1,5 +1,3 @@
-"""Ray cluster of a run: attach to an address, or start a private local cluster."""
-
 from __future__ import annotations
 
 import logging
@@ -38,7 +36,7 @@ from roll_lite.observability.report import SUMMARY_FILE
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""(first supported Ray version, first later version that is not supported)."""
+"""(first supported version, first unsupported later version)."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
@@ -49,10 +47,10 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + byte
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
 LONGEST_BASE = 40
-"""Maximum length of the temporary folder's path. Ray appends up to 64 characters, and a socket path has at most 107."""
+"""Maximum length of the temporary folder's path. Ray appends up to 64 characters; a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Driver's environment in a session: Ray does not print errors of calls that nobody awaits, such as those of a replaced engine."""
+"""Keep Ray from printing errors of calls that nobody awaits, such as those of a replaced engine."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -77,7 +75,6 @@ class RaySession:
 
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
-    """Attach to a Ray cluster, or start a private one, for the block."""
     check_version(ray.__version__)
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
@@ -118,8 +115,8 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """Return False if the cluster accepts callers without a token, True if it does not or gives no answer. In a cluster without tokens, a
-    driver with a token would lose its actors."""
+    """Return False if the cluster accepts callers without a token: a driver with a token would then lose its actors. True if it does not or
+    gives no answer."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -133,7 +130,6 @@ def _may_want_token(address: str) -> bool:
 
 
 def use_token() -> None:
-    """Use Ray's token if one exists and RAY_AUTH_MODE is unset."""
     setup = ray._private.authentication.authentication_token_setup
     setup.logger.disabled = True  # it would warn that the token is used
     setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -159,8 +155,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: that of the cluster recorded by `ray start`, else that of the only cluster on this machine. Private
-    clusters of runs do not count."""
+    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only one on this machine. Private clusters of runs
+    do not count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -223,8 +219,8 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """Let ray.init start no dashboard, autoscaler or log monitor, which no private cluster needs. Ray has no settings for that: with
-    include_dashboard=False its dashboard still starts, without pages, and ray.init waits for it."""
+    """Keep ray.init from starting dashboard, autoscaler and log monitor, which no private cluster needs. There are no settings: with
+    include_dashboard=False, the dashboard still starts and ray.init waits for it."""
     parameter, services = ray._private.parameter, ray._private.services
     before = parameter.RayParams, services.start_api_server
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
@@ -240,8 +236,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap dead processes that this process inherited from killed workers. `own`: pids of this process's children right after Ray's start;
-    other code reaps those."""
+    """Reap dead processes inherited from killed workers. `own`: this process's children right after Ray's start, which other code reaps."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -252,7 +247,7 @@ def _own_servers() -> list[psutil.Process]:
 
 
 def _end_stopped_servers() -> None:
-    """Kill Ray's servers that are stopped (SIGSTOP): ray.shutdown would wait for their answers."""
+    """Kill Ray's servers that are stopped (SIGSTOP): ray.shutdown would wait for them."""
     for process in _own_servers():
         if is_stopped(process):
             process.kill()
@@ -271,9 +266,7 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a runtime environment that gives workers the driver's import path, for checkouts and users' reward functions.
-
-    Other nodes need these folders on a shared file system."""
+    """Return a runtime environment that gives workers the driver's import path. Other nodes need these folders on a shared file system."""
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
     own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
@@ -285,8 +278,8 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block. Keep Ray from starting the thread that prints its servers' reports, such as a worker's
-    death: the run reports these itself."""
+    """Limit the time of ray.init in the block. Keep Ray from starting the thread that prints its servers' reports: the run reports deaths
+    itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
@@ -302,9 +295,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark, an id in the environment variables of its processes. Meanwhile, a guard process
-    watches the driver. On a cluster started elsewhere no process has the mark, so the guard only records a killed driver's death in the
-    run's folder."""
+    """Yield a session's private folder and its mark, an id in its processes' environment. Meanwhile, a guard process watches the driver. On
+    a cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

@@ -1,8 +1,8 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Some processes that Ray starts outlive the driver. After its death, the guard kills every process that has the session's mark (an id) in its
-environment variables, or open files of the session. A second guard runs in case one is killed with the driver. Every Ray worker imports
-this file, so it uses only the standard library.
+Some processes that Ray starts outlive the driver. The guard kills every process with the session's mark (an id) in its environment, or with
+open files of the session. A second guard runs in case one is killed with the driver. Every Ray worker imports this file: standard library
+only.
 """
 
 from __future__ import annotations
@@ -26,17 +26,14 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD.
-
-    Ray 2.60 with its subreaper ignores SIGCHLD, so subprocess reports exit code 0 for every child. With the default handling, adopted
-    orphans stay zombies until the worker ends.
-    """
+    """Restore the default handling of SIGCHLD. Ray 2.60 with its subreaper ignores SIGCHLD, so that subprocess reports exit code 0 for
+    every child. Adopted orphans then stay zombies until the worker ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of the session's processes: this user's processes with the session's mark in their environment, and Ray's workers
-    with open files in the session's folder. A worker's process title may have overwritten its environment."""
+    """Return the pids of this user's processes with the session's mark in their environment, and of Ray's workers with open files in its
+    folder: a process title may have overwritten their environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -63,8 +60,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans in a row find none. One scan is not enough: a dying process may start another, and
-    during exec the environment, which holds the mark, is empty."""
+    """Kill the session's processes until several scans in a row find none: a dying process may start another, and during exec the
+    environment, which holds the mark, is empty."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -80,8 +77,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver's end; meanwhile, replace the other guard if it dies. Return False if the driver died, True if it reported its
-    end or the session is already cleaned up."""
+    """Wait for the driver's end; replace the other guard if it dies. Return False if the driver died, True if it reported its end or the
+    session is cleaned up."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:
@@ -133,7 +130,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard. Both guards return (pidfd of the other guard, whether this is the new guard)."""
+    """Fork a second guard. Both return (pidfd of the other guard, whether this is the new guard)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -1,5 +1,5 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread. The main thread notices a passed limit or a
-lost Ray session while it waits in pending.py. If a call into Ray never returns, the watchdog thread records the run's end and kills the
+lost Ray session while it waits in pending.py; if a call into Ray never returns, the watchdog thread records the run's end and kills the
 process."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Watchdog:
         self._lost_at = 0.0
         self._told = False
         self.silence_s: float | None = None
-        """Seconds that one of Ray's processes may stay stopped (SIGSTOP); None: unlimited."""
+        """Seconds that one of Ray's processes may stay stopped (SIGSTOP)."""
         self.preempted_at: float | None = None
         """Monotonic time of a SIGTERM, which the next wait raises as Preempted."""
         self._keeps_on = False
@@ -101,7 +101,7 @@ class Watchdog:
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Delay Preempted until the end of the block: a weight update or checkpoint, for example, must not be left half done."""
+        """Delay Preempted until the end of the block, such as a weight update or checkpoint."""
         before, self._keeps_on = self._keeps_on, True
         try:
             yield

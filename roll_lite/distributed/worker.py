@@ -44,7 +44,7 @@ class Address:
 
 
 class Stand(NamedTuple):
-    """What a process does: the collectives that it has begun, and the stack traces of its threads."""
+    """What a process does: the collectives that it has begun, and its threads' stack traces."""
 
     begun: Mapping[str, int]
     """Number of the last collective begun, by process group."""
@@ -56,17 +56,14 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Worker with synchronous methods, which run one at a time, not on the main thread.
-
-    A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
-    """
+    """Worker with synchronous methods, which run one at a time, not on the main thread. A worker that needs the main thread sets `watched =
+    False`; its death is then noticed only at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
     """True if a `Fleet` handles a worker's death, and the cluster's other workers continue."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts by Ray; -1: unlimited. Allowed only with `watched = False`. After a restart, the caller must initialize the worker
-    again."""
+    """Maximum restarts by Ray; -1: unlimited. Allowed only with `watched = False`. The caller must then initialize the worker again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
@@ -115,7 +112,7 @@ class Worker:
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Node and pid; also used as heartbeat."""
+        """Node and pid; also the heartbeat."""
         return Place.here()
 
     def stand(self) -> Stand:
@@ -163,7 +160,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that holds a port (0: any free one) for a later server. Only a server with SO_REUSEADDR can bind it meanwhile."""
+    """Return a socket that holds a port (0: any free one) for a later server, which must use SO_REUSEADDR."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, port))
@@ -201,8 +198,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones. A GPU's
-    collectives may be unfinished although the process does not wait for them: they are launched early."""
+    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones. GPU collectives
+    are launched early: unfinished ones need not block the process."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
         for entry in _recorded_collectives():

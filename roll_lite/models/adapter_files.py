@@ -10,7 +10,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 A, B = "lora_A", "lora_B"
 """PEFT's names of the LoRA matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM reserves memory; another rank takes as much memory as the next larger one in this list."""
+"""Ranks for which vLLM reserves memory; others take as much as the next larger one."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings. The weights file itself shows which layers are adapted; init_lora_weights gives the initialization."""
+"""Ignored PEFT settings: the weights file shows which layers are adapted, init_lora_weights the initialization."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the base model unchanged; others move part of its weights into the adapters."""
 
@@ -77,7 +77,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """Return the LoRA target of a weight (q_proj for self_attn.q_proj.weight); None if the tensor is no weight."""
+    """Return the LoRA target of a weight (q_proj for self_attn.q_proj.weight); None if it is no weight."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 

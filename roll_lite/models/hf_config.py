@@ -21,7 +21,7 @@ SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model, including models that roll_lite cannot train."""
+    """Sizes of a model, even one that roll_lite cannot train."""
 
     model_type: str
     layers: int
@@ -29,13 +29,13 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Feed-forward size of dense layers; None if all layers have experts."""
+    """Of dense layers; None if all layers have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts; None for dense models, or if the name of its field in config.json is unknown."""
+    """None for dense models, or if the name of its field in config.json is unknown."""
     expert_feed_forward: int | None = None
 
 
@@ -62,7 +62,7 @@ class Llama3Scaling:
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
-    """Factor by which positions are divided; None: positions are not scaled linearly."""
+    """Factor by which positions are divided; None: no linear scaling."""
     llama3: Llama3Scaling | None = None
 
 
@@ -93,13 +93,13 @@ class HfConfig:
 
     @property
     def attention_parity_tokens(self) -> float:
-        """Row length in tokens at which attention costs as many operations as the multiplications with weight matrices."""
+        """Row length at which attention costs as many operations as the multiplications with weight matrices."""
         # A token is multiplied with each matrix once, and with half of the row's tokens, on average, twice (scores, values).
         return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
     def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
-        """Count the FLOPs of a forward pass for weights and causal attention. Norms, softmax, embeddings and a value head are ignored.
-        `outputs`: tokens that reach the output layer."""
+        """Count the FLOPs of a forward pass for weights and causal attention, without norms, softmax, embeddings and value head. `outputs`:
+        tokens that reach the output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
@@ -120,20 +120,20 @@ class HfConfig:
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Return, as JSON values, the model properties on which a checkpoint's tensors depend: sizes, dtype, and output layer
-        (`has_values`: a value head)."""
+        """Return, as JSON values, the facts that fix a checkpoint's tensors: sizes, dtype, and output layer (`has_values`: a value
+        head)."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
     def _used_feed_forward(self, layer: int) -> int:
-        """Feed-forward size that a token uses in this layer; sum over the token's experts."""
+        """Sum over the token's experts."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
+    """ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)
@@ -180,7 +180,7 @@ _MANY = 10_000
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Return a positive integer field, or the default if it is missing or null."""
+    """Return a positive integer field, or the default if missing or null."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -214,8 +214,7 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Return the sliding attention window of a Mistral model, 4,096 if the field is missing. None: attention to the whole context, as in
-    all other families."""
+    """Return the sliding attention window of a Mistral model, 4,096 if the field is missing; None for other families: the whole context."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
@@ -234,7 +233,7 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """Build an HfConfig from config.json's fields; missing ones get transformers' defaults."""
+    """Build an HfConfig; missing fields get transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")

@@ -1,5 +1,5 @@
-"""Check the fields of config.json. Unknown fields are refused, since they might change the model. A field is ignored only if engines ignore
-it too: they read more fields than transformers (vLLM: is_causal, layer_types)."""
+"""Check the fields of config.json. Unknown fields are refused: they might change the model. A field is ignored only if engines, which read
+more fields than transformers (vLLM: is_causal, layer_types), ignore it too."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OF_FILES = _names(
 )
 """Ignored fields: about files, training, and transformers' implementation."""
 OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
-"""Fields of classifiers, ignored here; for reward models, config/checks/scoring_models.py checks the number of labels."""
+"""Fields of classifiers, ignored here; config/checks/scoring_models.py checks the number of labels."""
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
 """Ignored length limits; engines report requests that exceed them."""
 OF_GENERATION = _names(
@@ -63,7 +63,7 @@ OF_GENERATION = _names(
     begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
     target_lookbehind"""
 )
-"""Ignored special tokens and sampling defaults: requests carry their own sampling parameters."""
+"""Ignored special tokens and sampling defaults: requests carry their own."""
 WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
@@ -100,7 +100,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse `layer_types` that differ from the trainer's attention, since vLLM would follow them."""
+    """Refuse `layer_types` that differ from the trainer's attention: vLLM would follow them."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]
@@ -112,7 +112,7 @@ def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
 
 
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
-    """Check the architecture's name: vLLM and SGLang choose the model's code by it, not by model_type."""
+    """Check the architecture's name, by which vLLM and SGLang choose the model's code."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
         known = [architecture(family, head) for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
@@ -124,8 +124,8 @@ def architecture(family: str, head: str) -> str:
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes them to rope_parameters, earlier
-    versions to rope_theta and rope_scaling."""
+    """Return RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes rope_parameters, earlier
+    versions rope_theta and rope_scaling."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for name, given in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(given, Mapping):

@@ -17,13 +17,13 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Supported dtypes of weights. Quantized dtypes would need their scales."""
+"""Supported dtypes of weights. Quantized ones would need their scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
-"""Dtype -> (mask of the exponent bits, bytes per number). In NaN and infinity, all exponent bits are set."""
+"""Dtype -> (mask of the exponent bits, all set in NaN and infinity; bytes per number)."""
 _HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of ignored tensors: old checkpoints store them, but models compute them."""
 
@@ -238,7 +238,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Hash the vocabulary of tokenizer.json, whatever its formatting; without this file, hash all tokenizer files."""
+    """Hash the vocabulary of tokenizer.json, whatever its formatting; without this file, all tokenizer files."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())

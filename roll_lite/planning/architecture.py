@@ -12,7 +12,7 @@ from roll_lite.hub import config_notation
 from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
-"""File with config.json of public models, by hub name."""
+"""config.json of public models, by hub name."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Architecture:
     hf: HfConfig
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
-        """Count the parameters or, with tensor parallelism (`parallel`), the parameters on one engine rank. Ranks that share a key/value
-        head each hold a copy."""
+        """Count the parameters, with tensor parallelism (`parallel`) those on one engine rank. Ranks that share a key/value head each hold
+        a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -58,8 +58,8 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model's architecture. Read config.json in folder `named` (option --model) or, if that is None, in `path`. If there is no
-    such file, choose the public model whose name begins the folder's name or, if no path is set, the configuration's name."""
+    """Find the model's architecture. Read config.json in folder `named` (option --model) or, without it, `path`. If there is none, choose
+    the public model whose name begins the folder's name or, if no path is set, the configuration's."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))
@@ -74,7 +74,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
 
 
 def of_scorer(path: Path) -> Architecture | None:
-    """Find the model of a reward model or judge; None if it is neither on this machine nor a known public model."""
+    """Find the model of a reward model or judge; None if neither local nor a known public model."""
     try:
         return find(path, "", None)
     except ValueError:

@@ -36,7 +36,7 @@ from roll_lite.workers.objectives import CriticLoss
 
 GIB = 2**30
 PROCESS_BYTES = int(1.5 * GIB)
-"""Device memory of a process beside its tensors: CUDA context, NCCL buffers, allocator waste."""
+"""Device memory beside tensors: CUDA context, NCCL buffers, allocator waste."""
 GRAPHS_BYTES = GIB
 
 
@@ -45,12 +45,12 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Where offloaded roles are loaded in turns, `total` counts only the largest of them."""
+    """Bytes that each role needs on a device. Of offloaded roles that are loaded in turns, `total` counts only the largest."""
     total: int
 
 
 def memory_of_roles(config: RunConfig, model: Architecture, device_bytes: float, on_gpu: bool = True) -> dict[str, RankMemory]:
-    """Estimate the memory of all roles. Reward models and judges whose model is unknown are left out."""
+    """Estimate the memory of all roles, except reward models and judges of an unknown model."""
     found = {}
     for name, role in roles(config).items():
         if isinstance(role, InferRoleConfig):
@@ -79,7 +79,7 @@ def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architect
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Trace a pipeline stage. Large stages are extrapolated from two and three layers: memory grows linearly with equal layers."""
+    """Trace a pipeline stage. Large ones are extrapolated from two and three layers: memory grows linearly with equal layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_per_chunk(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
@@ -167,7 +167,7 @@ def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) ->
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
-    """Return the bytes on the devices in each phase. Devices that hold the same roles share an entry."""
+    """Return the bytes in each phase. Devices that hold the same roles share an entry."""
     numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
     blocks: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({one for own in numbers.values() for one in own}):

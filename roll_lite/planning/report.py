@@ -72,7 +72,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield, for each role, the first change of a single setting after which everything fits, with the peak memory that it saves."""
+    """Yield, for each role, the first change of one setting after which everything fits, with the peak memory that it saves."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(role.strategy, before, device):
@@ -132,7 +132,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try layouts on this many devices in order of estimated speed, fastest first, until enough fit. Return plans for those that fit."""
+    """Try layouts on this many devices, estimated fastest first, until enough fit. Return plans for those."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
@@ -166,8 +166,8 @@ def _layouts(model: Architecture, trainers: int) -> Iterator[dict[str, Any]]:
 
 
 def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
-    """Place training roles and the reference on the first devices, and all other roles on the rest. If nothing is left, all roles take
-    turns on all devices."""
+    """Place training roles and the reference on the first devices, other roles on the rest; if nothing is left, all take turns on all
+    devices."""
     first = 0 if trainers == devices else trainers
     for name, role in roles(config).items():
         own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
@@ -178,8 +178,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield two configurations: with the given tensor_parallel of the engines, and with the fastest other value. A value whose KV cache has
-    no room for a sample is skipped; the next fastest takes its place."""
+    """Yield configurations with the given tensor_parallel of the engines and with the fastest other value, among those whose KV cache holds
+    a sample."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:
@@ -193,7 +193,7 @@ def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Ite
 
 
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
-    """Plan and print. Return the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
+    """Return the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # warns of experts in every traced layer
     try:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]

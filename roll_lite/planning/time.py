@@ -43,7 +43,7 @@ STEPS = 8
 class PhaseTime:
     flops: float
     moved_bytes: float
-    """Bytes that a device sends over links and network in the phase."""
+    """Bytes that a device sends over links and network."""
     parts: Mapping[str, float]
 
     @property
@@ -60,7 +60,7 @@ class StepTime:
     phases: Mapping[str, PhaseTime]
     scenario: Scenario
     engine_share: float
-    """Share of devices that engines should have, so that engines and trainers take equally long."""
+    """Share of devices with which engines and trainers take equally long."""
 
     @property
     def estimate_s(self) -> float:
@@ -72,7 +72,6 @@ class StepTime:
 
     @property
     def longest_s(self) -> float:
-        """Seconds of one response of maximum length."""
         return max(one.max_tokens for one in self.scenario.domains) * self.scenario.rates.pass_s
 
 
@@ -162,8 +161,8 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply` (sync, one_step_off or async: how far generation runs ahead of training) and, unless engines
-    and trainer share devices, the others."""
+    """Simulate the configured `rollout.supply` (how far generation runs ahead of training) and, unless engines and trainer share devices,
+    the others."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

@@ -30,7 +30,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, stays open."""
+    """Return the text after the last </think>; empty if a <think> stays open, perhaps one at the end of `prompt`."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
@@ -45,8 +45,7 @@ def complete(sample: RewardInput) -> str:
 
 
 def finished(sample: RewardInput) -> str:
-    """Return the response without thinking and, if cut at the token limit, without its unfinished end: an open sentence, line or
-    formula."""
+    """Return the response without thinking and, if cut at the token limit, without its last incomplete sentence, line or formula."""
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -66,8 +65,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return, in order, the contents of the last nonempty \boxed{} and of the boxes joined to it, with only commas, `and` or `or` in
-    between."""
+    r"""Return the contents of the last nonempty \boxed{} and of the boxes before it that only commas, `and` or `or` join to it."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

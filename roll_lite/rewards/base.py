@@ -1,4 +1,4 @@
-"""Base class of reward types; call reward functions and separate scores from failures.
+"""Base class of reward types, and calls of reward functions.
 
 A failed sample is left out of training. Only the reference answer, a service or the machine may cause a failure. A bad response gets a low
 score: otherwise the policy could learn to have wrong responses left out.
@@ -27,35 +27,32 @@ Scores = TypeVar("Scores")
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 CANNED_RESPONSE = "The answer is 1."
-"""Response used to try rewards and environments before the engines start."""
+"""Response for trying rewards and environments before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions that may have been caused by the response when a built-in reward raises them. Others are not blamed on the response."""
+"""Exceptions of built-in rewards for which the response may be to blame."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
 class RewardFailed(Exception):
-    """Failure to score a sample; never a reward of zero."""
-
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         self.cause = cause
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused. To find out, a harmless response is scored in its place: if that succeeds, the suspected
-    response gets the reward's lowest score; otherwise the sample fails."""
+    """Failure that the response may have caused. A harmless response is then scored instead: if that succeeds, the suspected response gets
+    the reward's lowest score; otherwise the sample fails."""
 
 
 class RewardType(Section):
     """Base class of reward types; fields are arguments in YAML. Docstrings become docs/rewards.md."""
 
     within_a_run: ClassVar[bool] = False
-    """True if only a training run can compute the reward."""
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer first: scoring an empty response then quickly checks that the reference is
+    """True if the reward parses the reference answer first: scoring an empty response then checks cheaply that the reference is
     readable."""
     answers_are_responses: ClassVar[bool] = True
-    """False if a reference answer is no response that could be scored, such as a program's tests."""
+    """False if a reference answer cannot be scored as a response, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
     """Arguments that may hold a secret; messages hide their values."""
 
@@ -69,21 +66,21 @@ class RewardType(Section):
         """Do slow first-call work (imports, tables) before time limits apply."""
 
     def at_once(self) -> int | None:
-        """Maximum samples per call; None: unlimited. A call must finish within one sample's time limit."""
+        """Maximum samples per call (None: unlimited). A call must finish within one sample's time limit."""
         return None
 
     def describe(self) -> str:
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: time limit of a sample."""
+        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
         yield from ()
 
     def needs_answer(self) -> bool:
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return argument -> data columns that it names, for arguments that the user has set."""
+        """Return argument -> data columns that its value names."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -100,7 +97,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer as a response in the form that `extract` requires (boxed, tagged). None if it is neither text nor number."""
+    """Write the answer as a response in the form that `extract` requires. None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -118,8 +115,7 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run `score` or `scores` of a sync function without an event loop. Their coroutines never suspend, because the function awaits
-        nothing."""
+        """Run `score` or `scores` of a sync function without an event loop: their coroutines never suspend."""
         try:
             scoring.send(None)
         except StopIteration as end:
@@ -140,7 +136,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call. RewardFailed if the whole call failed; the caller then scores each sample alone."""
+        """Score a list in one call. RewardFailed: the whole call failed, score each sample alone."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
@@ -208,7 +204,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a result (number, bool, Score or dict of its fields) to a Score. RewardFailed for other types, infinity and NaN."""
+    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""Reward `model`: arguments, model inputs and scores. The models run in workers/reward_model.py."""
+"""Reward `model`; the models run in workers/reward_model.py."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ class ModelReward(RewardType):
 
 
 def zero_base(sample: RewardInput) -> float:
-    """Return 0 as a base score, to which the model's score is added later."""
+    """Return 0: the model's score is added later."""
     return 0.0

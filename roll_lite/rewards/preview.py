@@ -36,7 +36,6 @@ from roll_lite.rewards.running.reward_process import RewardProcess
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""Time limit for checking the reference answers."""
 
 PLAIN_WIDTH = 140
 LONGEST_CELL = 160
@@ -140,8 +139,8 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load the prompts, and choose the responses to score: tuples (prompt, response, finish reason). The whole split is loaded if responses
-    come from a file or all reference answers are to be checked; otherwise only the prompts whose answers are scored."""
+    """Load the prompts, and choose (prompt, response, finish reason) to score. The whole split is loaded if responses come from a file or
+    all reference answers are checked; otherwise only `look.limit` prompts."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -174,8 +173,8 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
-    """Yield the domain's responses in a file of `--responses`, as (file and line for messages, record). Skip samples whose generation
-    failed. ValueError for an invalid record."""
+    """Yield the domain's responses in a file of `--responses` as (file and line, record), without failed samples. ValueError for an invalid
+    record."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):
@@ -213,7 +212,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 
 
 def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
-    """Find reference answers that the reward cannot read, in random order for at most `seconds` (None: no limit)."""
+    """Find reference answers that the reward cannot read, in random order for at most `seconds`."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

@@ -21,7 +21,7 @@ class Term:
 
 
 class Reward:
-    """Sum of a base reward and weighted terms. Only the base decides correctness; any failed term fails the sample."""
+    """Sum of a base reward and weighted terms. Only the base decides correctness; a failed term fails the sample."""
 
     def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
         self.name = base.name

@@ -27,12 +27,12 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests. If the program raises one, the tests get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests: they get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
 class _Aborted(BaseException):
-    """Exception that abandons the running test; not caught by `except Exception` in the tests."""
+    """Abandons the running test; not caught by `except Exception` in the tests."""
 
 
 # ---------------------------------------------------------------- the tests' side
@@ -41,8 +41,8 @@ class _Aborted(BaseException):
 class Remote:
     """Proxy in the tests' process for one of the program's functions, classes or objects.
 
-    `at`: address in the program's process: the name of a function or class, the number of an object, or [object's number, method name] of a
-    method. `has_methods`: True for an object of LeetCode's class Solution.
+    `at`: its address in the program's process: name of a function or class, number of an object, or [object's number, method name].
+    `has_methods`: True for an object of LeetCode's class Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -52,8 +52,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For a function or class, abort the test and run it again in the program's process. Other
-        objects have no attributes here."""
+        """Return a method of a Solution object. For a function or class, abort the test and run it again in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -212,7 +211,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test; return the failure, or "". `inside`: run with guards, in the program's process."""
+    """Return the failure, or "". `inside`: run with guards, in the program's process."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__

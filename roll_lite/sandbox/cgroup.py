@@ -1,4 +1,4 @@
-"""Control group (cgroup v2) of a sandbox: the kernel counts and limits the resources of all processes of a program."""
+"""Control group (cgroup v2) of a sandbox, which counts and limits the resources of all processes of a program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group. Its files are opened early, since the isolated sandbox cannot reach them."""
+    """Control group. Its files are opened early: the isolated sandbox cannot reach them."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

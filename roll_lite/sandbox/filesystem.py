@@ -1,7 +1,5 @@
-"""File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to.
-
-Without a mount namespace, the folder's size is measured from outside, and the folder is removed afterwards.
-"""
+"""File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
+namespace, the folder's size is measured from outside."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ SYSTEM = (
     "/usr/share/rubygems-integration",
 )
 PACKAGES = ("site-packages", "dist-packages")
-"""Package folders, hidden from programs because a package may contain a data set with answers."""
+"""Hidden from programs: a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that programs may use. Not /dev/zero: shared memory mapped from it is charged to no process."""
@@ -77,8 +75,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a path so that what is hidden below it can be left out. Returns two lists: paths with nothing hidden inside, and folders that
-    contain hidden paths and may only be listed."""
+    """Return (paths with nothing hidden inside, folders that contain hidden paths and may only be listed)."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -175,7 +172,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. The folder is held open, so that no symlink can replace it."""
+    """List a folder while the program may still run. The folder is held open: no symlink can replace it."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -196,7 +193,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, even if it is very deep or if the program made subfolders unreadable."""
+    """Remove a folder, even if it is very deep or has unreadable subfolders."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder):  # noqa: PTH112
@@ -212,7 +209,7 @@ def claim(folder: str) -> int:
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that are not in use, except folders younger than CLAIM_S, which may be claimed soon."""
+    """Yield this user's folders that are not in use, except those younger than CLAIM_S, which may be claimed soon."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

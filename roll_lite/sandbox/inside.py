@@ -44,16 +44,15 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return every name that these tests might patch in a module or class: attributes they assign, and all their string constants (possible
-    `setattr` arguments)."""
+    """Return every name that these tests might patch in a module or class: attributes they assign, and all string constants (for
+    `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert calls of guard functions. Failed asserts are appended to `failed`, so that they count even if the program
-    catches them."""
+    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`: they count even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -105,7 +104,7 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__seen__", node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Record a failed assert before it raises, since the program may catch the exception."""
+        """Record a failed assert before it raises: the program may catch the exception."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -113,8 +112,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Add code that fails the test if the `with` block did not run to its end: a context manager of the program can suppress a failed
-        assertion."""
+        """Fail the test if the `with` block did not run to its end: a context manager of the program can suppress a failed assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -155,8 +153,8 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Wrap unittest's assert methods: a failure counts even if the program catches it, and objects of the program's classes are equal only
-    if their attributes are, whatever their `__eq__` says."""
+    """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
+    attributes are, whatever `__eq__` says."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,8 +211,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods of the program's classes, while a test runs. An object that equals everything would otherwise pass
-    `assert f(x) == 5`."""
+    """Guards around operator methods of the program's classes, while a test runs: an object that equals everything would pass `assert f(x)
+    == 5`."""
 
     tests: Any = None
     failed: ClassVar[list[str]] = []
@@ -236,8 +234,8 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Disable the guards. Return the names of what was replaced during the test: operator methods of classes, and functions that we
-        added to the test, such as `__compare__`."""
+        """Disable the guards. Return the names replaced during the test: operator methods of classes, and functions that we added, such as
+        `__compare__`."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -246,8 +244,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes, since the program may have created these classes a moment ago.
-    Returns the value."""
+    """Guard the operators of a value's class and of its items' classes, which the program may have just created. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -260,14 +257,14 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard a value that a test reads from a variable or by subscript. Values whose class was loaded before the program are skipped. This
-    includes containers: `guard_value` has guarded their items when the test obtained them."""
+    """Guard a value that a test reads from a variable or by subscript. Values of classes loaded before the program are skipped, even
+    containers: `guard_value` has guarded their items."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values for a test's `abs(a - b)`. If only one is an object of the program, convert it to plain data first: its own
-    `__sub__` would see the expected value and could fake the result."""
+    """Subtract for a test's `abs(a - b)`. If only one value is an object of the program, convert it to plain data first: its `__sub__`
+    would see the expected value and could fake the result."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
@@ -330,14 +327,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of the program's classes, or a nonempty container whose items all are, at any depth."""
+    """True for an object of the program's classes, or a nonempty container of only such objects, at any depth."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if an operator is applied by the test, False if by the program. `frame`: frame that called the operator's method."""
+    """True if an operator is applied by the test, not the program. `frame`: caller of the operator's method."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -367,7 +364,7 @@ def _is_odd(name: str, held: Any) -> bool:
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value or its items would call an operator of the program. Also guards the operators of such classes."""
+    """True if comparing the value or its items would call an operator of the program; also guards the operators of such classes."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

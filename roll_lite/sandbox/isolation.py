@@ -1,7 +1,5 @@
-"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
-
-A preloaded interpreter (zygote.py) is isolated once. Each program that it forks is then isolated further.
-"""
+"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp. The preloaded interpreter (zygote.py)
+is isolated once, each program that it forks further."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Base of sandboxes' user ids. Each sandbox adds its process id and so has its own user, whose processes can be counted and signalled
-separately."""
+"""Base of sandboxes' user ids. Each adds its process id: its processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Address space limit divided by memory limit: programs reserve more than they use."""
+"""Ratio of address space to memory limit: programs reserve more than they use."""
 NPROC_ALLOWANCE = 512
 """Processes added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
@@ -50,8 +47,8 @@ TRIAL = {
 
 @dataclass
 class Isolation:
-    """Isolation of the interpreter. `held`: for each protection (such as files, network), the mechanism that provides it. `why_not`:
-    reasons for missing protections."""
+    """Isolation of the interpreter. `held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing
+    ones."""
 
     kind: str
     held: dict[str, str]
@@ -82,7 +79,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Say why a change to this process fails; empty if it works. A child process tries it, since it cannot be undone."""
+    """Say why a change to this process fails; empty if it works. A child process tries it: it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -125,14 +122,14 @@ def _namespaces(readable: Sequence[str]) -> Isolation:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, to whom RLIMIT_NPROC does not apply, but not for root in a user namespace."""
+    """True for the machine's root, to whom RLIMIT_NPROC does not apply; False for root in a user namespace."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Become the unprivileged user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start
-    under another user id. PermissionError if that is not allowed either."""
+    """Become NOBODY in a new user namespace. False if user namespaces are impossible: programs must then start under another user id.
+    PermissionError if that is not allowed either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -244,8 +241,8 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return two lists: readable paths, and folders that may only be listed. The latter contain hidden paths: if such a folder were
-    readable, landlock could not hide anything below it."""
+    """Return (readable paths, folders that may only be listed). The latter contain hidden paths: landlock cannot hide anything below a
+    readable folder."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110

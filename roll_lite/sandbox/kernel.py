@@ -60,8 +60,8 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""One-byte orders to kill, pause or resume the running program. They are white space, so that the reader of requests can skip an order that
-arrives after the program's end."""
+"""One-byte orders to kill, pause or resume the running program. White space: the reader of requests skips an order that arrives after the
+program's end."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 

@@ -11,7 +11,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""Function that lists a class's subclasses. Like MRO, HELD_BY and FLAGS, it cannot be overridden by a metaclass."""
+"""List a class's subclasses. Like MRO, HELD_BY and FLAGS, a metaclass cannot override this."""
 MADE_IN_PYTHON = 1 << 9
 CONSTANT = (int, float, complex, str, bytes)
 
@@ -39,8 +39,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Returns the names that the
-        program had replaced."""
+        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Return the names that it had
+        replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

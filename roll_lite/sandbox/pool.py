@@ -35,7 +35,7 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Maximum attempts to start a sandbox: a loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
+"""Attempts to start a sandbox: a loaded machine may be slow, or short of namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,14 @@ class Limits:
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory of all processes together; each may reserve twice as much address space."""
+    """Memory of all processes; each may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
     """Maximum processes and threads besides the first."""
     open_files: int = 64
-    """Maximum open files per process. Low, because socket buffers are charged to no process."""
+    """Per process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Program:
     artifact: bytes = b""
     """Compiled program, passed as file descriptor 4."""
     address_space: bool = True
-    """False: no address space limit, for interpreters that reserve far more than they use."""
+    """False for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -94,7 +94,7 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status; minus the signal's number if a signal ended the program."""
+    """Exit status, or minus the number of the signal that ended the program."""
     stopped: str
     """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox); empty if none."""
     stdout: bytes
@@ -149,7 +149,7 @@ class Sandbox:
     """Isolated, preloaded Python interpreter (zygote.py) that runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try. `readable`: more folders that programs may read. `python_path`: folders to read and import
+        """`walls`: strongest isolation to try. `readable`: more folders that programs may read; `python_path`: that they may also import
         from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
@@ -240,7 +240,7 @@ class Sandbox:
                 self._line.send(what)
 
     def printed(self) -> bytes:
-        """Return the standard output of the running program so far, at most the last `output_kb` kilobytes."""
+        """Return the end of the running program's standard output, at most `output_kb` kilobytes."""
         assert self._running is not None
         program, (_, _, stdout, *_), _ = self._running
         most = program.limits.output_kb * 1024
@@ -284,7 +284,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if needed. SandboxTrouble if that fails, or if a protection is missing that it had before."""
+        """Start the sandbox if needed. SandboxTrouble if that fails or loses a protection."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -392,8 +392,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; the one with the tests is
-        returned."""
+        """Start a job and return the sandbox to wait for: of a pair, which share a socket, the one with the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -419,7 +418,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If the sandbox dies again but can run a harmless program, the job is the cause."""
+        """Retry a job whose sandbox died. If it dies again but can run a harmless program, the job is the cause."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

@@ -104,8 +104,8 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement of `resource.setrlimit` for programs. Contest programs often try to raise their limit of memory, CPU time or stack: a
-    refused attempt is ignored."""
+    """Replace `resource.setrlimit`. Contest programs often try to raise limits of memory, CPU time or stack: a refused attempt is
+    ignored."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -150,7 +150,7 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Call the function in a child process. Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
+    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -191,8 +191,7 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules that program or tests import are loaded first: later, the program could
-    replace them."""
+    """Run the program, then answer the tests' calls. Modules imported by either are loaded first: later, the program could replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
@@ -216,8 +215,8 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code that arrive on the socket PEER, in the program's namespace and each with a time limit. After a
-    piece, standard output holds only this piece's output, and one byte is written to PEER: 1 if the piece failed, else 0."""
+    """Run the program, then pieces of code from the socket PEER, in the program's namespace and each with a time limit. Standard output
+    then holds only this piece's output, and one byte goes to PEER: 1 if the piece failed, else 0."""
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # omits the frame of this function

@@ -1,5 +1,3 @@
-"""Seccomp filter, which denies sandboxed programs some system calls."""
-
 from __future__ import annotations
 
 import ctypes
@@ -182,8 +180,8 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter; OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which needs
-    stricter rules. `signals_stay`: signals are already confined in another way, so the filter has no rules for them."""
+    """OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which needs stricter rules.
+    `signals_stay`: signals are confined in another way and need no rules."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -216,15 +214,15 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Build instructions that allow these system calls only if the first argument, a process id, is 0 or `own_pid`. `calls`: pairs of call
-    numbers (x86_64, aarch64); `column`: index of this machine's number."""
+    """Allow these system calls only if the first argument, a process id, is 0 or `own_pid`. `calls`: call numbers (x86_64, aarch64);
+    `column`: index of this machine's."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Build BPF instructions (code, jump if true, jump if false, operand) that refuse system call `number` unless one of `tests` jumps past
-    the refusal. `argument`: index of the argument to test."""
+    """Build BPF instructions (code, jump if true, jump if false, operand) that refuse a system call unless one of `tests` jumps past the
+    refusal. `argument`: index of the tested argument."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, REFUSE | errno.EPERM), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

@@ -29,7 +29,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds of a process at its last sample, by (pid, start time): the only record of a child that its parent never waits for."""
+        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
@@ -37,7 +37,7 @@ class Usage:
             """Resident pages of this interpreter, subtracted from forked programs, which share them."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings, by (pid, start time); each sample counts the mappings of one random process."""
+        """Number of memory mappings, by (pid, start time); each sample counts those of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -54,8 +54,7 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Measure the program's resource use now; return the name of an exceeded limit, or "". `members`: pids of all its processes;
-        `first`: pid of the first."""
+        """Return the name of an exceeded limit, or "". `members`: pids of all the program's processes; `first`: pid of the first."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -97,9 +96,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit; False with namespaces, where the kernel limits the folder. The folder is measured
-        only if free disk space has changed by more than a quarter of the limit. A rise counts too, because other programs' deletions can
-        hide writes."""
+        """True if the program's folder exceeds a limit; with namespaces, the kernel limits it. Measured only if free disk space has changed
+        by more than a quarter of the limit; even a rise, as others' deletions can hide writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -145,13 +143,13 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec: its stack starts at the same address as this interpreter's or, if the kernel hides addresses, the
-        flag "forked, no exec" is set."""
+        """True for a fork without exec: its stack starts at this interpreter's address or, if the kernel hides addresses, the flag "forked,
+        no exec" is set."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in the program's socket buffers, which the kernel charges to no process. 0 without namespaces, where the
-        count would include other programs' sockets."""
+        """Upper bound of the bytes in the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count
+        would include other programs."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -177,8 +175,8 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """If a process's main thread has ended, return the path of a living thread, relative to /proc/PID, because /proc/PID itself then shows
-    no memory. Empty otherwise, or if no thread lives."""
+    """Return the path, relative to /proc/PID, of a living thread if the main one has ended: /proc/PID itself then shows no memory. Else
+    empty."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

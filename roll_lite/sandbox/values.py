@@ -27,12 +27,12 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard-library types that count as plain data -> function that returns a value's constructor arguments, from which it is rebuilt."""
+"""Standard-library types that count as plain data -> function that returns a value's constructor arguments."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Type name -> required type of the first argument; decoding a number there could make a huge object."""
+"""Type name -> required type of the first argument: a number there could make a huge object."""
 ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments. Decoding would otherwise compute, for example, Fraction("1e99999999")."""
+"""Type name -> required type of all arguments. Decoding would otherwise compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
 """Maximum items with the same hash in a decoded set or dict; stops hash flooding."""
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Functions that read a value's plain data by its built-in type's methods, ignoring overrides in subclasses."""
+"""Read a value's plain data by its built-in type's methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
@@ -110,7 +110,7 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without `find`, iterators, dict
+    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict
     views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]

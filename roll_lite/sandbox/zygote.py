@@ -1,7 +1,7 @@
 """Isolated, preloaded Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
 
 A request contains the limits as JSON and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the forked
-process reads the files, since later programs could read the zygote's memory.
+process reads them: later programs could read the zygote's memory.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return limits and open files of the next request, or None when the connection is closed. Skips orders to kill, pause or resume a
-        program that has already ended."""
+        """Return limits and open files of the next request, or None when the connection is closed. Orders for a program that has ended are
+        skipped."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))

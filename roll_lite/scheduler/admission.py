@@ -15,7 +15,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts by the domains' shares, within the limits of staleness and of the queues of engines and rewards."""
+    """Starts prompts by the domains' shares, within the limits of staleness and of engine and reward queues."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Admission:
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.batches_requested = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Admitted requests that have not reached the router: their number and expected tokens."""
+        """Admitted requests that have not reached the router: number and expected tokens."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -37,7 +37,7 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains with too many unscored samples: they start no prompts for later batches."""
+        """Domains with too many unscored samples, which start no prompts for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
@@ -65,8 +65,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until the event loop's next turn. By then they have reached the router, which counts them
-        itself."""
+        """Count a new group's requests as load until the event loop's next turn: then the router counts them itself."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -82,19 +81,17 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains whose prompts are used up; return True if none remains."""
+        """Remove domains without prompts; return True if none remains."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """Return True if a requested batch still needs this domain to start a prompt."""
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the smallest `batches_requested` at a group's admission with which the group is fresh enough for the domain's next
-        batch."""
+        """Return the smallest `batches_requested` at a group's admission that keeps the group fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 
@@ -115,7 +112,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches, so that at most one batch of its samples waits for scores."""
+        """Return how many samples each domain may start for later batches: at most one batch of them may wait for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

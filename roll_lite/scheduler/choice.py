@@ -1,4 +1,4 @@
-"""Chooses an engine for a request: the least loaded, unless another engine has the request's prefix cached."""
+"""Chooses an engine for a request: the least loaded, unless another has the request's prefix cached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class EngineLoad:
     requests: int = 0
     generating: int = 0
     last_sign: float = 0.0
-    """Time of the last start or end of a request."""
     dead: str | None = None
     serves: bool = True
     number: int = 0
@@ -35,7 +34,7 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """Picks engines. `most_requests`, `most_tokens`: limits per engine; None: unlimited."""
+    """`most_requests`, `most_tokens`: limits per engine; None: unlimited."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
@@ -80,11 +79,8 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Return (engine, tokens of load that the request adds); None if all are full.
-
-        `prefix`: key of the first `shared_tokens` prompt tokens, which other requests share and an engine may have cached; `own_tokens`:
-        remaining prompt plus expected response.
-        """
+        """Return (engine, load of the request in tokens); None if all are full. `prefix`: key of the first `shared_tokens` prompt tokens,
+        which an engine may have cached; `own_tokens`: remaining prompt plus expected response."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless its extra load exceeds the cost of a prefill elsewhere.
@@ -118,7 +114,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """Note a request's progress. `done`: tokens finished since its last report; `grown`: change of its expected length."""
+        """`done`: tokens finished since the request's last report; `grown`: change of its expected length."""
         was_full = not self._has_room(engine)
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)

@@ -19,12 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""First limit: the run fails if this many groups in a row are lost (all samples failed), or 3 times the prompts per batch if that is
-more."""
+"""The run fails if this many groups in a row, or 3 times the prompts per batch if that is more, are lost (all samples failed)."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Second limit: the run fails if this fraction of the latest groups is lost. These are LONG_WINDOW_FACTOR times as many groups as in the
-first limit."""
+"""The run also fails if this fraction of the latest groups is lost, over LONG_WINDOW_FACTOR times as many groups."""
 
 
 class DomainFailed(RuntimeError):
@@ -55,7 +53,6 @@ class Domain:
     greedy_baseline: bool = False
     """Add one greedy sample per prompt, for ReMax; if it fails, the group is lost."""
     filter: GroupFilter | None = None
-    """Selects the groups that train; None: all."""
     epochs: int | None = None
     """Passes over the prompts; None: endless."""
     least: int = 0
@@ -69,11 +66,10 @@ class Domain:
 @dataclass(frozen=True)
 class _PromptToStart:
     row: tuple[int, int]
-    """Epoch and row number of the prompt."""
     group: int | None = None
-    """Number of the prompt's group in the checkpoint from which the run resumed, if any."""
+    """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches requested before `group` was admitted. If its saved samples are continued, their staleness counts from here."""
+    """Batches requested before `group` was admitted: the staleness of continued samples counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -93,8 +89,8 @@ class _Live:
 
 
 class DomainScheduler:
-    """Runs the groups of one domain. Calls `changed` for each group that ends, `broken` for fatal errors, `left_out` for lost and
-    filtered groups."""
+    """Runs the groups of one domain. Calls `changed` for each group that ends, `broken` for fatal errors, `left_out` for lost and filtered
+    groups."""
 
     def __init__(
         self,
@@ -109,7 +105,7 @@ class DomainScheduler:
         self.name = domain.name
         self.epoch = 0
         self.owed = 0
-        """Prompts to start as replacements for groups that were lost, filtered or stale."""
+        """Prompts to start as replacements of lost, filtered or stale groups."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -119,14 +115,14 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
-        """New group number of each prompt that was in flight at the resumed checkpoint, by its old group number."""
+        """Group number at the resumed checkpoint -> new number, for prompts then in flight."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
         """Why each of the latest groups was lost; None if it was not. Stale groups are left out."""
         self._given_up = 0
-        """Number of filtered groups not replaced because the batch's tries were used up (`when_short: continue`). The batch may be smaller
-        by that many."""
+        """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`): the batch may be smaller by that
+        many."""
         self._tries_left = 0
         self._waits_for: int | None = None
         """Number of a running group that the batch waits for: it would be too old for the next batch."""
@@ -294,7 +290,7 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups too old for the next batch, and put their prompts first in the queue. `batches_requested` includes the next batch."""
+        """End groups too old for the next batch (which `batches_requested` includes), and put their prompts first in the queue."""
         stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -347,8 +343,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state. Undelivered groups are queued again. A group continues from its `saved` samples, unless it was admitted before
-        `minimum_admission_batch`; without saved samples it starts from the prompt alone."""
+        """Restore the state and queue undelivered groups again. A group continues from its `saved` samples, unless it was admitted before
+        `minimum_admission_batch`; else it starts from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -357,7 +353,7 @@ class DomainScheduler:
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Return the number of the group that continues group `number` of the resumed checkpoint, or `number` itself."""
+        """Return the number of the group that continues group `number` of the resumed checkpoint, or `number`."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
@@ -387,7 +383,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Copy a group, and mark accepted samples (except the greedy baseline) with `outcome` and `cause`."""
+    """Mark a group's accepted samples (except the greedy baseline) with `outcome` and `cause`."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -1,4 +1,4 @@
-"""Clients of engines. The router gets a future per request; calls to the engine are batched, since a remote call costs as much as a short
+"""Clients of engines. The router gets a future per request; calls to the engine are batched: a remote call costs as much as a short
 sample."""
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost if the engine died."""
+        """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost."""
         self.parts: list[Turn] = []
-        """Pieces of the response from this engine so far, from which another engine can continue."""
+        """Pieces of the response so far, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
-        """Record the number of response tokens so far. Called at the start and every few seconds."""
+        """Record the number of response tokens so far, at the start and every few seconds."""
 
 
 class EngineClient(Protocol):
     name: str
 
-    def send(self, asked: Asked) -> None:
-        """Generate a response, which resolves `asked.answer`."""
-        ...
+    def send(self, asked: Asked) -> None: ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests with the tokens they have, without waiting."""
@@ -60,12 +58,12 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Number of blocks of tokens that the engine holds ready for the next calls. A block is a table with the tokens of several samples."""
+    """Number of blocks that the engine holds ready for the next calls; a block is a table with the tokens of several samples."""
     parts: list[Turn] = field(default_factory=list)
-    """New tokens of unfinished responses. Each piece is a row that starts with a dummy token (PART_PREFIX) instead of the prompt."""
+    """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        """Return a copy whose turns and parts hold the blocks themselves instead of their numbers (indices of `blocks`)."""
+        """Replace block numbers in turns and parts by the blocks."""
         return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 
@@ -93,8 +91,8 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Concatenate all tokens of a request into one row: earlier turns, prompt, then the response pieces `parts`. Raise ConnectionError
-        if a process that held some of them is gone."""
+        """Concatenate all tokens of a request: earlier turns, prompt, response pieces `parts`. ConnectionError if a process that held some
+        is gone."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -168,7 +166,6 @@ class BatchedEngine(ABC):
             asked.answer.set_result(turn)
 
     def fail(self, cause: str) -> None:
-        """Fail all pending requests with EngineLost."""
         self._dead = self._dead or cause
         lost, self._asked = self._asked, {}
         for asked in lost.values():
@@ -198,7 +195,6 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the engines on draining nodes. If no other engine serves, leave out one of them, so that generation can go on. `nodes`: node
-    of each serving engine."""
+    """Return the engines on draining nodes, without one of them if no other engine serves. `nodes`: node of each serving engine."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

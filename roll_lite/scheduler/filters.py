@@ -12,12 +12,12 @@ from roll_lite.data.samples import SampleGroup, Score
 from roll_lite.data.user_function import load_function
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
-"""Reasons for filtering a group: statistic too low or too high, or rejection by the user's function."""
+"""Reasons for filtering: statistic too low or too high, or rejection by the user's function."""
 
 
 class LeftOut(NamedTuple):
     word: str
-    """Reason as metrics name it: LOW, HIGH or FUNCTION."""
+    """Reason in metrics: LOW, HIGH or FUNCTION."""
     text: str
 
 
@@ -30,7 +30,7 @@ class GroupFilter:
     tries: int = 10
     """Maximum prompts tried for each group of a batch."""
     fill: bool = True
-    """What happens when the tries are used up. True: the run fails. False: it trains on the groups that it has."""
+    """When the tries are used up: True: the run fails; False: it trains on the groups that it has."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

@@ -16,28 +16,28 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of maximum-length responses with which a length estimate starts: short responses finish first and would bias it."""
+"""Maximum-length responses with which a length estimate starts: short responses finish first and would bias it."""
 RESPONSES_REMEMBERED = 512
-"""Number of latest response lengths in an estimate, since lengths drift during training."""
+"""Number of latest response lengths in an estimate: lengths drift during training."""
 REFRESH = 16
 """Lengths are sorted again once at least 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
-"""Tolerance in seconds for timers that fire early."""
+"""Tolerance for timers that fire early."""
 LOOK_S = 1.0
 """Seconds between timeout checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
-"""Seconds in which an engine must answer an abort."""
+"""Time limit of an engine's answer to an abort."""
 
 
 DEADLY = 3
-"""Number of lost engines after which a request is given up: it may have caused the losses."""
+"""Number of lost engines after which a request is given up: it may be the cause."""
 
 
 class RequestFailed(Exception):
     """Failure of one generation request; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """Store `partial` (response so far), `began` (generation may have started) and `final` (no further attempt)."""
+        """`partial`: response so far. `began`: generation may have started. `final`: no further attempt."""
         super().__init__(cause)
         self.cause = cause
         self.final = final
@@ -47,7 +47,7 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Estimate of response lengths from a domain's latest responses and one response of maximum length `most`."""
+    """Estimate of response lengths from a domain's latest responses and one of maximum length `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -125,7 +125,6 @@ class Flight(Asked):
     engine: EngineLoad
     cost: float
     assigned: asyncio.Future[None]
-    """Future that resolves when a waiting request is assigned to an engine."""
 
     def __init__(
         self,
@@ -146,8 +145,7 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Key of the token prefix that requests share: the sample's earlier turns if there are any, otherwise an agent's own prompt or the
-        prompt of the sample group."""
+        """Key of the shared token prefix: the sample's earlier turns if any, else an agent's own prompt or the sample group's."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -158,12 +156,11 @@ class Flight(Asked):
 
     @property
     def shared_tokens(self) -> int:
-        """Number of first input tokens that requests with the same `prefix` share."""
         return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
 
     @property
     def own_tokens(self) -> int:
-        """Number of tokens to prefill beyond `shared_tokens`: new messages of this turn, and what was generated before an interruption."""
+        """Tokens to prefill beyond `shared_tokens`: new messages, and what was generated before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -173,8 +170,8 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, including what the present engine has generated. Exception: its field `tokens` covers only what earlier engines
-        generated (None if nothing), because the present engine's tokens are not yet joined to it."""
+        """Response so far, including the present engine's, whose tokens are not yet joined: `tokens` covers only earlier engines (None:
+        nothing)."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -192,7 +189,6 @@ class Flight(Asked):
         self.timed_out, self._generating_s = False, 0.0
 
     def _next_request(self) -> GenerationRequest:
-        """Return the original request, or one that continues the response so far."""
         if self.so_far is None:
             return self.first
         sampling, done = self.first.sampling, self.so_far.length
@@ -220,8 +216,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress since the request was sent to its engine. `done`: decrease of remaining load. `grown`: change of expected
-        length."""
+        """Report progress since the request reached its engine. `done`: decrease of remaining load. `grown`: change of expected length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -235,8 +230,8 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its timeout is up, else check again later. Once its engine generates for it, the time used is all its
-        generation time, on earlier engines too. Before that, it is how long the engine has generated for no request."""
+        """Abort the request if its timeout is up, else check again later. Once its engine generates for it, all its generation time counts,
+        on earlier engines too; before, how long the engine has generated for no request."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

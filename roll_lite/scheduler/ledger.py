@@ -1,4 +1,4 @@
-"""Lines of ledger.jsonl: how each sample group (the samples of a prompt) ended, and why. The driver writes them."""
+"""Lines of ledger.jsonl, written by the driver: how each sample group (the samples of a prompt) ended, and why."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line of a group that ended. `row`: (epoch, prompt). `batches_requested`: batches requested before the group started.
-    `continues`: number of the dropped group whose prompt this group started again."""
+    """`row`: (epoch, prompt). `batches_requested`: batches requested before the group started. `continues`: number of the dropped group
+    whose prompt this group started again."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

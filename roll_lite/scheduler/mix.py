@@ -60,7 +60,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the domains' counts. If domains or shares differ from the saved ones, counts start at zero."""
+        """If domains or shares differ from the saved ones, counts start at zero."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -73,18 +73,18 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of coming batches: how many groups of each domain they hold, and which domain starts next. `least`: minimum groups per batch,
-    by domain."""
+    """Plan of coming batches: how many groups of each domain they hold, and which domain starts next. `least`: minimum groups per batch, by
+    domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
-        """Number of groups in every batch; 0 until the first is requested."""
+        """Groups per batch; 0 until the first is requested."""
         self._mix = DomainMix(shares)
         self._shares = dict(shares)
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Planned groups whose prompt has not started, by domain: their numbers, counted over all batches."""
+        """Numbers, over all batches, of planned groups whose prompt has not started."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -95,8 +95,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started. Return (domain, number of the group over all batches). Skip groups
-        whose number is not below their domain's limit in `most`; return None if only such groups are left."""
+        """Take the next planned group whose prompt has not started, and whose number is below its domain's limit in `most`. Return (domain,
+        number over all batches), or None."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -120,15 +120,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return which of the coming batches is the first that contains this domain: 1 for the next batch, `most` + 1 if none of the next
-        `most` does."""
+        """Return the turn of the first coming batch with this domain: 1 for the next; `most` + 1 if none of the next `most` has it."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain that has no prompts left. Batches already planned get fewer groups; in later batches, the other domains take its
-        share."""
+        """Remove a domain without prompts. Planned batches get fewer groups; in later ones, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -156,7 +154,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch, since prompts of later batches start again after a resumption."""
+        """Return the state after the last requested batch: prompts of later batches start again after a resumption."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,7 +176,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Return the next prompt: (epoch of its file, row number counted over all files)."""
+        """Return (epoch of its file, row number over all files) of the next prompt."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index

@@ -18,8 +18,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in the running average of a domain's load per request."""
 READY_SHARE = 0.25
-"""Requests sent to an engine beyond its slots (requests that it runs at a time), as a fraction of the slots. They wait inside the engine
-and fill a free slot at once."""
+"""Requests sent beyond an engine's slots, as a fraction of them; they wait inside the engine and fill a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Aborts in a row without progress after which a request fails."""
 
@@ -45,7 +44,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """`engines_restart`: lost engines are replaced. If none is left, requests then wait for a replacement instead of failing."""
+        """`engines_restart`: lost engines are replaced: if none is left, requests wait instead of failing."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -67,7 +66,7 @@ class Router:
         self._costs: dict[str, float] = {}
 
     async def generate(self, domain: str, request: GenerationRequest, so_far: Turn | None = None) -> Turn:
-        """Generate a response, or continue `so_far`. Raise RequestFailed (a retry may succeed) or NoEngineLeft."""
+        """Generate a response, or continue `so_far`. RequestFailed (a retry may succeed) or NoEngineLeft."""
         flight = self._flights[request.request_id] = self._flight(domain, request, so_far)
         try:
             turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
@@ -105,7 +104,7 @@ class Router:
             self._go_on_from(flight, turn)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate a response together with the requests of its wave. An interrupted request starts over: a continuation would differ."""
+        """Generate a response together with its wave. An interrupted request starts over: a continuation would differ."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -133,8 +132,8 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request from its tokens. Raise RequestFailed after too many aborts without progress; aborts caused by `hold`
-        do not count."""
+        """Continue an aborted request from its tokens. RequestFailed after too many aborts without progress; those by `hold` do not
+        count."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.aborts_without_progress = 0
@@ -147,7 +146,7 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """Return True if more prompts may start. `announced`: requests on their way here. `tokens`: their expected tokens."""
+        """Return True if more prompts may start. `announced`: requests on their way here, with `tokens` expected tokens."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -294,8 +293,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests. The domain with the fewest requests in flight goes next, so that one domain's long responses do not delay
-        the others."""
+        """Send waiting requests. The domain with the fewest in flight goes next: one domain's long responses must not delay others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -348,14 +346,14 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, all its requests in the wave start again, even answered
-    ones, so that its replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, even answered ones: its
+    replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
         self._all_serve = all_serve
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
-        """Answered requests, by id: name of the engine, and the future that `starts_again` awaits."""
+        """Answered requests, by id: engine, and the future that `starts_again` awaits."""
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
@@ -391,15 +389,15 @@ class Wave:
 
 
 class WaveGate:
-    """Barrier of deterministic runs: all requests start together once every unfinished sample waits. So each engine gets the same batch
-    in every run."""
+    """Barrier of deterministic runs: requests start together once every unfinished sample waits, so that engines get the same batches in
+    every run."""
 
     def __init__(self, all_serve: Callable[[], bool]) -> None:
         self._all_serve = all_serve
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves (batches of requests that start together) in progress; at most one if all samples have called `join`."""
+        """Waves in progress; at most one if all samples have called `join`."""
 
     def join(self) -> None:
         self._members += 1

@@ -1,4 +1,4 @@
-"""Generate and score a sample, with retries. Its episode is a single response by default, or several turns with an environment."""
+"""Generate and score a sample, with retries: a single response or, with an environment, an episode of several turns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from roll_lite.scheduler.stats import Recorder
 from roll_lite.scheduler.unfinished import SavedSample, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
-"""Function that generates a response, or continues the given one."""
+"""Generate a response, or continue the given one."""
 
 
 class _Row:
@@ -43,14 +43,13 @@ class _Row:
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """Start an empty row. With `context`, an earlier response, start a branch instead: a row whose prompt is all tokens up to the end
-        of that response."""
+        """`context`: start a branch, whose prompt is all tokens up to the end of this earlier response."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if nothing follows the last response yet. A request that continues that response then extends this row."""
+        """True if nothing follows the last response yet: a request that continues it extends this row."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -63,8 +62,8 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually just one.
 
-    Its branches become training sequences (rows). A response extends the row of the response that it follows or, if that row already
-    continues with another response, starts a new row. So each response trains in exactly one row.
+    Its branches become training sequences (rows). A response extends the row of the response that it follows or, if that already continues
+    otherwise, starts a new row: each response trains in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -83,7 +82,7 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens. Raise RequestFailed.
+        """Let the policy respond to tokens. RequestFailed.
 
         `number`: number of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt.
         """
@@ -149,12 +148,10 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Number of lost attempts of an episode that do not count as failures: another episode may have killed the worker."""
+"""Lost attempts of an episode that do not count as failures: another episode may have killed the worker."""
 
 
 class EpisodeFailed(Exception):
-    """Failure of an environment."""
-
     def __init__(self, cause: str, counts: bool = True) -> None:
         super().__init__(cause)
         self.cause = cause
@@ -162,7 +159,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Function that runs one conversation. It lets RequestFailed pass, and raises EpisodeFailed if the environment fails."""
+"""Run one conversation. RequestFailed passes; EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -173,8 +170,8 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a sample's seed from its identity and attempt number: a prompt generated again after a restart gets
-    the same samples, a retry another one."""
+    """Return a function that derives a sample's seed from its identity and attempt: after a restart, a prompt gets the same samples, a
+    retry another one."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -188,7 +185,7 @@ def no_seeds(_: SampleId) -> None:
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. Raise rewards.base.RewardFailed on a failure; never return a score of zero for it."""
+        """Score a sample. RewardFailed on a failure, never a score of zero."""
         ...
 
     @property
@@ -213,8 +210,8 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router; None: the
-        domain's."""
+        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router (default: the
+        domain's)."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain
@@ -237,8 +234,8 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """Return a running sample's checkpoint state. None if it has no tokens yet, or while an environment plays its episode, which a
-        resumed run starts again."""
+        """Return a running sample's checkpoint state. None without tokens, or while an environment plays its episode, which a resumed run
+        starts again."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 

@@ -1,5 +1,3 @@
-"""Rollout service: generates and scores training batches and validations."""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,11 +19,11 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups in order of their numbers. Failed samples are included, for dumps."""
+    """Groups in order of their numbers, including failed samples, for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Ledger lines: one per group ended since the last batch, then one for this batch."""
+    """One line per group ended since the last batch, then one for this batch."""
 
 
 class RolloutService:
@@ -41,7 +39,7 @@ class RolloutService:
         batches: int | None = None,
         keep_left_out: bool = False,
     ) -> None:
-        """Take a base `seed` for requests and the run's length in `batches`. `keep_left_out`: return lost and filtered groups with the next
+        """`seed`: base seed of requests. `batches`: the run's length. `keep_left_out`: return lost and filtered groups with the next
         batch."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
@@ -50,7 +48,7 @@ class RolloutService:
         self._left_out: list[SampleGroup] = []
         self._handed_out: list[SampleGroup] = []
         self._ledger: list[dict[str, Any]] = []
-        """Ledger lines from a resumed checkpoint, returned with the first batch."""
+        """Lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -64,7 +62,7 @@ class RolloutService:
         self._validation: Validation | None = None
         self._next_held_out = 0
         self._draining = False
-        """True while a weight update waits for running responses; held-out prompts then do not start."""
+        """True while a weight update waits for running responses: held-out prompts do not start."""
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
@@ -100,8 +98,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of all
-        capacity."""
+        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of all."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -209,11 +206,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """Prepare for a weight update, which `set_version` ends.
-
-        DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops the timeout clock: the first bucket of weights pauses the
-        engines.
-        """
+        """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops
+        the timeout clock: the first bucket of weights pauses the engines."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -277,8 +271,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return the current tokens and scores of samples in groups that were undelivered in `state` (an earlier `state_dict`), by group
-        number and index in the group."""
+        """Return current tokens and scores of samples in groups that were undelivered in `state` (an earlier `state_dict`), by group number
+        and index."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():
@@ -305,6 +299,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Copy the groups without failed samples; drop groups left empty."""
+    """Drop failed samples, and groups left empty."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

@@ -1,5 +1,3 @@
-"""Statistics of generation: counts and sums of each batch, for metrics."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -15,14 +13,13 @@ UNFINISHED, SURPLUS = "unfinished", "surplus"
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. An annotation holds the metric's name and, if the metric is a mean, the field with the number
-    of items."""
+    """Statistics of one domain in one batch. An annotation holds the metric's name and, for a mean, the field with the number of items."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0
     admitted: Annotated[int, "rollout/admitted"] = 0
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
-    """Filtered groups by cause: LOW, HIGH, FUNCTION (filters.py)."""
+    """By cause: LOW, HIGH, FUNCTION (filters.py)."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
@@ -88,8 +85,7 @@ class RunTotals:
         ("delivered", "delivered", "realised_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """One row per sum over the run: its name in checkpoints, the field of DomainStats that is added to it, and the field that receives the
-    domain's share of it."""
+    """Rows of (name in checkpoints, field of DomainStats that is summed over the run, field that receives the domain's share)."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
@@ -119,8 +115,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. An event counts for the batch that is being generated when it happens, so a slow sample may count in
-    several batches."""
+    """Collects statistics per batch. An event counts for the batch generated at that time: a slow sample may count in several batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -181,7 +176,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Return the cause of a group's loss (all samples, or its greedy baseline, failed); None if not lost."""
+    """Return why a group is lost (all samples, or its greedy baseline, failed); None if not lost."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -1,5 +1,5 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training. They say how many batches may start, given the numbers of
-batches that training has requested and received."""
+"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given the numbers that training
+has requested and received."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Supply(Protocol):
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Starts a batch's prompts only when training requests the batch; training waits for it."""
+    """Starts a batch's prompts when training requests the batch and waits for it."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts start when training receives the previous batch."""
+    """Generates the next batch during training: its prompts start when training receives the previous one."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -61,8 +61,7 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not yet trained, so no group becomes too
-    old."""
+    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained: no group becomes too old."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False

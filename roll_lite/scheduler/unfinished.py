@@ -29,8 +29,7 @@ class SavedSample:
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """Outcome of a complete sample; None for an incomplete one. An incomplete sample waits for its score or, if its finish reason is ABORT,
-    is still in its first response."""
+    """None for an incomplete sample, which waits for its score or, if its finish reason is ABORT, is still in its first response."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
@@ -52,13 +51,12 @@ class SavedSample:
 
 
 SavedGroups = Mapping[int, Mapping[int, SavedSample]]
-"""Saved samples by group number and index in the group."""
+"""Group number -> index in the group -> saved sample."""
 NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save. While its response is generated, its tokens are the tokens of `request` (context and prompt), then the tokens of
-    `parts`."""
+    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None
@@ -68,8 +66,8 @@ class Unfinished(NamedTuple):
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
         """Return the checkpoint state of a sample whose first response is still being generated.
 
-        `first`: original request. `request`: current one; after an interruption, it continues the response. `so_far`: whole response so
-        far, but in its field `tokens` only what was generated before `request`. `parts`: pieces of the response generated for `request`.
+        `first`: original request. `request`: current one; after an interruption, it continues the response. `so_far`: whole response, but
+        `tokens` only before `request`. `parts`: pieces of the response generated for `request`.
         """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)

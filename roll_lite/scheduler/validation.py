@@ -26,7 +26,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """Call `ended()` when a group ends. `samples`: number per prompt. `first_group`: first group number, unique over validations."""
+        """`ended()` is called when a group ends. `samples`: number per prompt. `first_group`: first group number, unique over
+        validations."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -64,7 +65,6 @@ class Validation:
 
     @property
     def _with_engines(self) -> float:
-        """Samples at the engines or waiting for a reward worker."""
         scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())
         return self._unfinished - sum(scored_now)
 
@@ -95,7 +95,7 @@ class Validation:
             self._over.set_exception(error)
 
     async def groups(self) -> list[SampleGroup]:
-        """Wait for all groups and return them in order. Raise DomainFailed if a domain has no sample at all."""
+        """Wait for all groups and return them in order. DomainFailed if a domain has no sample at all."""
         try:
             if self._total:
                 await self._over

@@ -1,5 +1,5 @@
-"""Replace the simulator's assumptions by measurements of a run. Engine time is fitted as `passes * pass_s + tokens * request_s`; other
-times are the run's means."""
+"""Replace the simulator's assumptions by measurements of a run. Engine time is fitted as `passes * pass_s + tokens * request_s`; others are
+means."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class MeasuredRun:
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """Replace assumptions by the run's measurements. ValueError if the run is unusable."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
@@ -78,7 +77,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Raise ValueError for runs with filtered groups or oversampling: lengths of the surplus samples are not recorded."""
+    """ValueError for runs with filtered groups or oversampling: lengths of the surplus samples are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -155,8 +154,8 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer: its tokens per second and device, over the step time outside generation and weight updates; the fraction of that
-    time for log-probs; the seconds of a weight update."""
+    """Measure the trainer: tokens per second and device outside generation and weight updates, the fraction of that time for log-probs, and
+    the seconds of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
@@ -174,7 +173,7 @@ def _prompts(assumed: SimulationConfig, domain: str) -> int:
 def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
 ) -> SimulatedResponsesConfig:
-    """Measure a domain's responses. `prompts`: number of prompts in its data, which runs do not record."""
+    """`prompts`: number of prompts in the data, which runs do not record."""
     lengths = [policy_tokens(sample) / turns_of(sample) for sample in samples if sample["response_tokens"]]
     played = [sample["episode"]["metrics"] for sample in samples if "episode" in sample]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)

@@ -39,7 +39,7 @@ class Question:
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Simulate and print. Returns the exit code: 0, or 2 for an unusable argument."""
+    """Return the exit code: 0, or 2 for an unusable argument."""
     try:
         if question.picture is not None:
             refuse_unwritable(question.picture)
@@ -79,8 +79,8 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with half, the same and twice the number of engines, each with all possible supply policies. Only those with `supply:
-    sync` keep `oversample`."""
+    """Yield scenarios with half, the same and twice the number of engines, and all supply policies. Only `supply: sync` keeps
+    `oversample`."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

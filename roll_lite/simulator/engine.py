@@ -31,8 +31,7 @@ class EngineRates:
     """Cost of prefilling a token; decoding waits meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Seconds to decode `tokens` tokens for each of `running` requests. The KV cache starts with `cached` tokens and grows by `running`
-        per pass."""
+        """Seconds to decode `tokens` tokens for each of `running` requests. The KV cache starts with `cached` tokens."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
@@ -43,8 +42,8 @@ class EngineRates:
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Return the engine time in seconds that one response costs when `slots` requests always run: 1/`slots` of each pass's fixed cost,
-        its own arithmetic and cache reads, and the prefill of `prefilled` tokens."""
+        """Return the engine time of one response if `slots` requests always run: 1/`slots` of each pass's fixed cost, its own arithmetic
+        and cache reads, and the prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -53,7 +52,7 @@ class EngineRates:
 class EngineLimits:
     slots: int
     cached_tokens: int | None = None
-    """KV cache size in tokens; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again."""
+    """KV cache size; None: unlimited. Requests that do not fit wait, or are preempted and prefilled again."""
     reserve: float = 0.01
     """Fraction of the cache that must stay free at admission."""
 
@@ -92,7 +91,7 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Simulated EngineClient for the router. `length(request)` returns the response's length before max_tokens cuts it."""
+    """Simulated EngineClient for the router. `length(request)`: length of the response before max_tokens cuts it."""
 
     def __init__(
         self,
@@ -122,10 +121,9 @@ class SimulatedEngine:
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Number of running requests by shared prompt. Only the first of them prefills it."""
+        """Running requests by shared prompt, which only the first prefills."""
         self._decoded_per_request = 0.0
-        """Tokens decoded since the engine was last empty, for a request that ran all the time. A request's own tokens are the increase
-        since its start."""
+        """Tokens decoded since the engine was last empty, for a request that ran all the time."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -247,7 +245,6 @@ class SimulatedEngine:
             self._timer = self._loop.call_later(self._until_next(), self._process_due_events)
 
     def _until_next(self) -> float:
-        """Seconds until a request ends or the cache is full."""
         running = len(self._running)
         tokens = self._ends[0][0] - self._decoded_per_request
         if self.limits.cached_tokens is not None and running > 1:
@@ -281,7 +278,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add a request's prefill time, without cached prompt tokens; returns the number of cached tokens."""
+        """Add a request's prefill time, without cached prompt tokens; return their number."""
         held = run.prompt - run.asked.request.resumed_tokens - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held

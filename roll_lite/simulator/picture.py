@@ -14,10 +14,9 @@ from roll_lite.simulator.simulation import SimulatedRun
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
-"""Colours of the phases training, draining, weight update, and loading or offloading of engines."""
+"""Training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""If all engines together have at most this many request slots, a panel has a row per slot. Otherwise it has a row per engine, paler the
-fewer requests run."""
+"""Up to this many request slots in all, a panel has a row per slot; beyond, a row per engine, paler the fewer requests run."""
 COLUMNS = 1400
 
 

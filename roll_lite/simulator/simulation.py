@@ -24,9 +24,8 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Poll interval of `pass_early` in seconds."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Thresholds that make garbage collection rare: it scans hundreds of thousands of samples."""
+"""Rare garbage collection: it scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Step:
     tokens: int
     response_tokens: int
     work_s: float
-    """Seconds that one engine would need for the step's responses if it always ran full batches and prefilled each group's prompt once."""
+    """Seconds of one engine for the step's responses if it always ran full batches and prefilled each group's prompt once."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -68,14 +67,14 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds, summed over domains, in which slow rewards held a domain back: a batch or more of its samples waited for scores, so it
-    started no prompts for later batches."""
+    """Seconds, summed over domains, in which a domain started no prompts for later batches because a batch or more of its samples waited
+    for scores."""
     early: int = 0
     exhausted: bool = False
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up. During warm-up, asynchronous runs deliver short responses first."""
+        """Steps after the warm-up, in which asynchronous runs deliver short responses first."""
         return self.steps[self.warm_up :]
 
     @property
@@ -89,7 +88,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step's seconds: the larger of generation time with fully used engines and training time."""
+        """Lower bound of a step's seconds: generation with fully used engines, or training if longer."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -332,7 +331,7 @@ class _Simulation:
             self.present -= 1
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Return the time of an engine's first failure (with `hangs`: first hang), planned or random; None if there is none."""
+        """Return the time of an engine's first failure (with `hangs`: first hang), planned or random."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

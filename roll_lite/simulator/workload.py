@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity: all scenarios get the same ones."""
+"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity: equal in all scenarios."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DomainModel:
     all_right: float = 0.0
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. All others have success probabilities uniform in 0 to 1."""
+    """Fraction of prompts that are never solved. Others have success probabilities uniform in 0 to 1."""
     turns: Distribution | None = None
     max_turns: int = 1
     environment_s: Distribution | None = None
@@ -83,7 +83,7 @@ class DomainModel:
 
 
 class SimulatedPrompts:
-    """Simulated prompts. A prompt's first two tokens are the domain's number and the prompt's index."""
+    """A prompt's first two tokens are the domain's number and the prompt's index."""
 
     def __init__(self, model: DomainModel, number: int) -> None:
         self._model = model

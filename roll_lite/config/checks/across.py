@@ -44,7 +44,7 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find problems beyond the schema. `further`: additional checks. `files`: if False, skip checks of files and GPUs."""
+    """Find problems beyond the schema. `files`: if False, skip checks of files and GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
@@ -234,8 +234,7 @@ def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
 
 
 def simulated_domains(config: RunConfig) -> Mistakes:
-    """Report unknown names in `simulation.domains` that resemble one of the run's domains. Other unknown names are allowed: their domains
-    may have been removed from the run."""
+    """Report unknown names in `simulation.domains` that resemble a domain of the run. Other unknown names may belong to removed domains."""
     for name in config.simulation.domains.keys() - config.domains.keys():
         if close_names(name, config.domains.keys() - config.simulation.domains.keys()):
             yield f"simulation.domains.{name}", f"no such domain; {did_you_mean(name, config.domains)}"

@@ -14,9 +14,8 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg", "gigpo")
 REWARDS_TURNS = ("gae", "reinforce", "reinforce_plus_plus", "gigpo", "custom")
-"""Advantage estimators that use each turn's reward."""
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Sampling settings that can exclude tokens, with the value at which they exclude none."""
+"""Sampling settings that can exclude tokens, with the value that excludes none."""
 
 
 def compares_groups(config: RunConfig) -> bool:

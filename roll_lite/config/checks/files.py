@@ -31,7 +31,6 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def _problem_if(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """Yield a problem if `wrong()` returns a message or raises ValueError."""
     try:
         message = wrong()
     except ValueError as error:
@@ -52,8 +51,8 @@ def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
 
 
 def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
-    """Return the fault of a model's safetensors, or None. `head`: name of the output layer's tensor. If `hf` is None, only check that a
-    value head exists."""
+    """Return the fault of a model's safetensors, or None. `head`: name of the output layer's tensor. `hf` None: only check that a value
+    head exists."""
     if lacks_weights(folder):  # checked after the download
         return None
     stored = stored_tensors(folder)
@@ -91,8 +90,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _read_model(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder; yield its problem, if any. Return (shape, HfConfig). Both are None if the folder is unreadable; only HfConfig is
-    None if the model is unsupported."""
+    """Read a model folder and yield its problem. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""
     shape = None
     try:
         shape = read_model_shape(folder)

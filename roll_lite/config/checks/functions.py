@@ -27,8 +27,8 @@ def check_function(
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
     """Check that `name`, the value of setting `path`.`key`, is a function that accepts the run's call. `arguments`: keyword arguments from
-    the configuration (None: do not check the call). `given`: further keyword arguments that the run passes. `inputs`: description of each
-    positional argument, for messages. `or_class`: accept a class too, without checking the call."""
+    YAML (None: skip the check of the call); `given`: those that the run adds. `inputs`: positional arguments, in words for messages.
+    `or_class`: accept any class."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -46,7 +46,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Parameters of a function, after the first, that can be passed by name."""
+    """Names of a function's parameters after the first that can be passed by name."""
     try:
         found = _definition(name)
     except ValueError:  # reported by check_function
@@ -61,7 +61,7 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
     """Return the syntax tree of what a dotted path names, following assignments and imports. None if only running the code could tell.
-    ValueError if the module or name is missing, or the file unreadable."""
+    ValueError if it is missing or unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -115,8 +115,8 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield (name, node) for each name that the statements bind. The node is the definition, the assigned value or the `from` import; None
-    if the value is known only at run time."""
+    """Yield (name, node) for each name that the statements bind: the definition, assigned value or `from` import; None if known only at run
+    time."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

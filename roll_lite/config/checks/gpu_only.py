@@ -1,8 +1,5 @@
-"""Checks of settings that need GPUs.
-
-`needs_gpus` looks at this machine. Its findings end `roll-lite run`, but are only notes in `roll-lite check`, which may run on another
-machine.
-"""
+"""Checks of settings that need GPUs. Findings of `needs_gpus` on this machine end `roll-lite run`, but are only notes in `roll-lite check`,
+which may run elsewhere."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ GPU_CHECKS = (_fp8_rollouts, _heads_of_vllm, _adapters_alone)
 
 
 def needs_gpus(config: RunConfig) -> Mistakes:
-    """Refuse settings that need GPUs or packages which this machine lacks. A cluster's machines are checked when they start."""
+    """Refuse settings that need GPUs or packages missing on this machine. A cluster's machines are checked when they start."""
     if layout.runs_on_cluster(config):
         return
     there, none, transport = layout.gpus_visible(), "none are visible here", config.weight_sync.transport
@@ -86,12 +83,12 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""A float32 run without GPUs gets a note only if it has more processes than this, and than CPU cores."""
+"""Process count up to which float32 runs without GPUs get no note."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if the run seems too large for this machine's CPUs and no GPUs are visible: it is in bfloat16, or has more processes
-    than SMALL_RUN and than CPU cores."""
+    """Return a note if no GPUs are visible and the run seems too large for CPUs: bfloat16, or more processes than SMALL_RUN and CPU
+    cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

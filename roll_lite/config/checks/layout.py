@@ -175,8 +175,7 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes unlike the trainer: it ignores Mistral's sliding window, and gives all layers experts if any has
-    them."""
+    """Refuse models that SGLang computes differently: it ignores Mistral's sliding window, and gives all layers experts if any has them."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -251,7 +250,6 @@ def devices_are_there(config: RunConfig) -> Mistakes:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Return a note on each pair of roles that share GPUs without offloading."""
     notes = []
     staying = {name: role for name, role in roles(config).items() if not getattr(role, "offload", False)} if gpus_visible() else {}
     for (name, role), (other, its) in combinations(staying.items(), 2):

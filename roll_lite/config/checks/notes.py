@@ -41,7 +41,6 @@ RECOMPUTED_LOSSES = ("ppo", "gspo", "cispo", "topr", "policy_gradient", "raft")
 
 
 def without_formula(config: RunConfig) -> list[str]:
-    """List the run's settings that `examples/recompute.py` does not support."""
     lora, algorithm = config.actor_train.lora, config.algorithm
     feeds_forward = lora is not None and not set(FEED_FORWARD).isdisjoint(lora.targets)
     found = {
@@ -66,11 +65,11 @@ def batch_notes(config: RunConfig) -> list[str]:
 GIB = 1 << 30
 MOMENTS = 8
 HOST_STAGING_BYTES = 8
-"""Bytes of host memory per model weight for copies of weights and gradients, if the optimizer is on the host."""
+"""Bytes of host memory per weight for copies of weights and gradients, if the optimizer is on the host."""
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of host memory by role, summed over nodes, for tensors that are offloaded to it or always kept in it."""
+    """Return role -> bytes of host memory, over all nodes, for tensors offloaded to it or kept in it."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):

@@ -95,7 +95,7 @@ def _environments(config: RunConfig) -> Iterator[Problem]:
 
 
 def environment_problems(path: str, environment: EnvironmentConfig | None) -> Iterator[Problem]:
-    """Yield the mistakes of the section at `path` that can be found without importing a user's module."""
+    """Yield the section's mistakes that can be found without importing a user's module."""
     if isinstance(environment, FunctionEnvironmentConfig):
         inputs = ("a task", "the policy")
         yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=inputs)
@@ -132,7 +132,6 @@ def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """Return a note if samples of older weights train without importance weights."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

@@ -9,7 +9,6 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
-    """Refuse settings whose text is a URL with a login or key."""
     for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:
@@ -26,7 +25,7 @@ def plain_secrets(config: RunConfig) -> list[str]:
 
 
 def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (YAML path, text) of each text in `value`; skip invalid fields."""
+    """Yield (YAML path, text); skip invalid fields."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value

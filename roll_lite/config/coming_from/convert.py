@@ -44,8 +44,7 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Conversion of another trainer's settings. `config`: the settings for roll_lite. `told`: notes, and messages on settings without
-    counterpart."""
+    """Conversion of another trainer's settings to ours (`config`). `told`: notes, and messages on settings without counterpart."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
@@ -73,8 +72,7 @@ class Conversion:
         _drop_defaults(self.config, self.config)
 
     def entry(self, key: str) -> tuple[dict[str, Any], str]:
-        """Return (table entry, text matched by `{name}`) for another trainer's setting. The longest matching pattern wins. An unknown
-        setting gets an entry with an error message."""
+        """Return (table entry, text matched by `{name}`). The longest matching pattern wins; an unknown setting gets an error entry."""
         for entry in self._keys.values():
             if match := entry["pattern"].fullmatch(key):
                 return entry, "".join(match.groups())
@@ -93,7 +91,7 @@ class Conversion:
             self.told.append(Problem(setting.key, message, setting.value, f"{self._file}:{setting.line}"))
 
     def _write(self, setting: Setting, entry: dict[str, Any], name: str) -> str:
-        """Write a setting's converted value to our settings named in `entry`. Return an error message or ""."""
+        """Write a setting's converted value to our settings in `entry`. Return an error message or ""."""
         value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
@@ -121,8 +119,8 @@ def _meaning(config: dict[str, Any]) -> object:
 
 
 def _drop_defaults(section: dict[str, Any], config: dict[str, Any]) -> None:
-    """Drop settings equal to their defaults from `section`, a part of `config`. `devices` stays: placement presets treat a given number
-    unlike an omitted one."""
+    """Drop settings equal to their defaults from `section` of `config`. `devices` stays: placement presets treat a given number unlike an
+    omitted one."""
     whole = _meaning(config)
     for key, value in list(section.items()):
         if isinstance(value, dict):
@@ -173,7 +171,7 @@ def _from_yaml(text: str, file: str) -> list[Setting]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
-    """Return the arguments in a shell script. Commands and arrays without any known argument are skipped."""
+    """Return the arguments in a shell script, without commands and arrays that have no known one."""
     found: list[Setting] = []
     for command in _commands(text):
         start = len(found)
@@ -198,8 +196,8 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays, each a list of (word, line number). All branches of conditions are read, except those
-    labelled `npu)` in a `case`, which are for other hardware."""
+    """Split a shell script into commands and arrays: lists of (word, line number). All branches of conditions are read, except `npu)` in a
+    `case`, for other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array, is_skipped = "", False, False
@@ -233,8 +231,8 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and $((...)) arithmetic in shell text. A variable that the script does not set becomes its default or else
-    ${oc.env:NAME}. What only a shell can evaluate, such as a command, becomes the text "$(...)". $@ becomes empty."""
+    """Expand variables and $((...)) in shell text. A variable that the script does not set becomes its default or ${oc.env:NAME}. Other
+    $(...) becomes the text "$(...)", and $@ becomes empty."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

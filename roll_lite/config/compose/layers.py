@@ -32,7 +32,7 @@ class Composed:
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of values that are missing or could not be read or resolved. The root, (), is among them if a file could not be read."""
+    """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Path -> (text in the file, value), for values that contain environment variables."""
@@ -52,8 +52,8 @@ class _Composer:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the files in this file's `defaults`, then the file itself, unless `_self_` in `defaults` marks another position. `stack`:
-        files that include this one, to detect cycles."""
+        """Append the files in `defaults`, then the file itself, unless `_self_` marks another position. `stack`: including files, to detect
+        cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -86,7 +86,7 @@ class _Composer:
         self.broken.add(broken)
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Return (file name, place for messages) for each entry of `defaults`; the name is None for `_self_`."""
+        """Return (file name, place for messages) per entry of `defaults`; the name is None for `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self.refuse(place, "has to be a file's name or a list of them", defaults)
@@ -136,7 +136,7 @@ def suggestion(name: str, folder: FilePath) -> str:
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, the files in its `defaults`, and overrides. `may_be_left_out`: accept missing values (`???`)."""
+    """Merge a file, its `defaults`, and overrides. `may_be_left_out`: accept missing values (`???`)."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -166,8 +166,8 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return a domain with its preset's settings as defaults. If the domain sets `data.train`, the preset's training and validation files
-    are left out."""
+    """Return a domain with its preset's settings as defaults. If it sets `data.train`, the preset's training and validation files are left
+    out."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])

@@ -1,5 +1,5 @@
-"""Merge configurations by the schema. null removes inherited settings. If a section's `name` changes, keys that only fit the former name
-are dropped."""
+"""Merge configurations by the schema. null removes inherited settings. If a section's `name` changes, keys that fit only the former one
+go."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """True if the value is a word in place of a section, such as `sglang` for `{name: sglang}`."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
@@ -44,7 +43,7 @@ def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> No
 
 
 def _ended(tree: Mapping[str, Any], layer: Mapping[str, Any], path: Path) -> list[str]:
-    """Return the keys to drop from section `tree` if `layer` changes its `name`: `args`, and fields that the new choice lacks or defines
+    """Return the keys to drop from `tree` if `layer` changes its `name`: `args`, and fields that the new choice lacks or defines
     differently."""
     former, chosen = (None if "${" in str(one.get("name")) or one.get("name") == "???" else one.get("name") for one in (tree, layer))
     classes = sections_at(path)

@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of a section's `name` before overrides of its other keys, which a later change of `name` would drop."""
+    """Move overrides of a section's `name` before those of its other keys, which a later change of `name` would drop."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -70,7 +70,7 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Expand a sweep, `key=a,b`, `key=choice(a,b)` or `key=range(1,3)`, into one override per value. ValueError if invalid."""
+    """Expand a sweep, `key=a,b`, `key=choice(a,b)` or `key=range(1,3)`, into one override per value."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
         values = _parts(raw) if separator else []
@@ -139,7 +139,7 @@ def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
 
 
 def _holder(tree: dict[str, Any], override: Override) -> tuple[dict[str, Any] | list[Any], int]:
-    """Return the innermost existing section or list on the override's path, and its depth. LookupError if the next key does not fit."""
+    """Return the innermost existing section or list on the path, and its depth. LookupError if the next key does not fit."""
     container: Any = tree
     for depth, key in enumerate(override.path):
         here, below = dotted(override.path[:depth]), override.path[depth + 1 :]

@@ -281,7 +281,7 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     @property
     def in_training(self) -> tuple[int, int | None]:
-        """Return the limits of a training pass: (tokens, samples). Samples None: unlimited."""
+        """Return the limits of a training pass: (tokens, samples or None)."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 

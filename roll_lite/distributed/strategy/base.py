@@ -1,4 +1,4 @@
-"""Interfaces of training frameworks (train strategies) and inference engines, independent of Ray."""
+"""Interfaces of train strategies (training frameworks) and inference engines, independent of Ray."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankLayout:
     context_rank: int
     is_head: bool
     attention_parity_tokens: float = inf
-    """Row length in tokens at which attention costs as much as the rest of the model."""
+    """Row length at which attention costs as much as the rest of the model."""
 
     @staticmethod
     def of_copy(rank: int, world_size: int) -> RankLayout:
@@ -57,7 +57,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device, keep this process near it, and return it. Without GPUs, return the CPU."""
+    """Make GPU number LOCAL_RANK the current device and bind this process near it. Without GPUs, return the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         bind_to_gpu(torch.cuda.get_device_properties(current_device()))
@@ -69,8 +69,7 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights. "actor": the actor's model, with a value head of zeros. Otherwise, a checkpoint that has a value
-head."""
+"""Source of a value model's weights. "actor": the actor's model, with a value head of zeros. Otherwise, a checkpoint with a value head."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,12 @@ class ModelSpec:
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
     optimizer: OptimizerConfig | None = None
-    """None: the model only runs forward passes."""
+    """None: forward passes only."""
     total_updates: int | None = None
     """Optimizer steps of the whole run, for learning rate decay."""
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
-    """None: language model, without value head."""
+    """None: language model."""
     lora: LoraConfig | None = None
     """Adapters to train; None: all weights."""
     ema_decay: float | None = None
@@ -116,7 +115,7 @@ class ExpertUse:
     balance_loss: float | None
     """Load-balancing loss without its coefficient; None if the coefficient is 0."""
     rerouted: float | None = None
-    """Fraction of replayed expert choices that the current router would change; None without replay."""
+    """Fraction of replayed expert choices that the current router would change."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class TrainResult:
     grad_norm: float
     lr: float
     skipped: bool = False
-    """True if loss or gradient was not finite; weights, optimizer and schedule are unchanged."""
+    """True if loss or gradient was not finite: weights, optimizer and schedule are unchanged."""
     experts: ExpertUse | None = None
 
 
@@ -138,7 +137,7 @@ class ForwardStrategy(ABC):
 
     needs_process_group: ClassVar[bool] = True
     pads_rows: ClassVar[bool] = False
-    """True if rows are padded to the longest of their micro-batch; False if packed."""
+    """True if rows are padded to the longest of their micro-batch, not packed."""
     layout: RankLayout
 
     @abstractmethod
@@ -147,34 +146,31 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Divide this rank's rows, of `lengths` tokens, into micro-batches.
-
-        `together`: all data-parallel ranks take part and get equally many micro-batches; else each replica plans alone."""
+        """Divide this rank's rows, of `lengths` tokens, into micro-batches. `together`: all data-parallel ranks take part and get equally
+        many micro-batches."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Run a forward pass without gradients. Head ranks return the columns `outputs`, other ranks None.
+        """Run a forward pass without gradients. Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution
+        (language model); values, final_value (value model); experts (chosen ids).
 
-        Outputs of a language model: log_probs, entropy, distribution. Outputs of a value model: values, final_value. Models with experts
-        also have experts (chosen ids).
-
-        Batch columns, also in train_step: `temperature` divides logits; language models need it. Optional: `kept_ids` restricts the
-        softmax, `old_experts` or `rollout_experts` are expert choices to replay.
+        Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional: `kept_ids` restricts the softmax;
+        `old_experts` or `rollout_experts` are expert choices to replay.
         """
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Load offloaded state groups to the device. Returns bytes copied ("in"); empty if not measured."""
+        """Load offloaded state groups to the device. Return bytes copied ("in"); empty if not measured."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Free device memory. Contents move to host memory, but gradients are dropped. Returns bytes freed ("freed") and copied ("out");
-        empty if not measured."""
+        """Free device memory. Contents move to host memory; gradients are dropped. Return bytes freed ("freed") and copied ("out"); empty
+        if not measured."""
 
 
 @dataclass
 class CheckpointWrite:
-    """A rank's part of a checkpoint save. In this class the files are already written; subclasses write them in the background."""
+    """A rank's part of a checkpoint save. Here the files are already written; subclasses write in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -185,7 +181,7 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until this rank's files are on disk (collective). Returns path -> record (size and checksum). RuntimeError if writing
+        """Wait until this rank's files are on disk (collective). Return path -> record (size and checksum). RuntimeError if writing
         failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
@@ -206,18 +202,18 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan which tensors are sent to engines; every rank returns the same plan. The tensors are weights with adapters merged, or only
-        adapters (lora.engines "adapter")."""
+        """Plan which tensors are sent to engines, equally on every rank: weights with adapters merged, or only adapters (lora.engines
+        "adapter")."""
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket of tensors (collective). Returns them on the sending rank, None on others. They may share the model's memory:
+        """Gather one bucket of tensors (collective). Return them on the sending rank, None elsewhere. They may share the model's memory:
         valid only until training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Checksum this rank's weights. Returns tensor name with stage and shard -> checksum. Ranks that return the same key hold copies,
-        so their checksums must agree."""
+        """Return tensor name with stage and shard -> checksum of this rank's weights. Ranks with the same key hold copies, whose checksums
+        must agree."""
 
     @property
     @abstractmethod
@@ -237,15 +233,15 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def load_copy(self, copy: StateCopy) -> None:
-        """Restore the state that `copy_state` returned on the same rank under the same configuration."""
+        """Restore a `copy_state` of the same rank and configuration."""
 
     @abstractmethod
     def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
-        """Save weights, or their moving average, as a Hugging Face model. Returns files written by this rank."""
+        """Save weights, or their moving average, as a Hugging Face model. Return this rank's files."""
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
-        """Save LoRA adapters in PEFT format. Returns files written by this rank."""
+        """Save LoRA adapters in PEFT format. Return this rank's files."""
 
     @abstractmethod
     def load_hf(self, folder: Path) -> None:
@@ -288,14 +284,14 @@ class EngineSpec:
     seed: int = 1
     threads: int = 1
     silence_s: float | None = None
-    """Seconds that an engine process may be stopped (SIGSTOP) before the engine counts as dead; None: unlimited."""
+    """How long an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum timeout of an engine step in seconds; long steps raise the timeout. None: unlimited; "auto": by device."""
+    """Minimum timeout of an engine step; long steps raise it. None: unlimited; "auto": by device."""
     columns: tuple[str, ...] = ()
     """Extra columns of completions (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
     sharers: int = 1
-    """Number of engine replicas on this engine's device, itself included."""
+    """Engine replicas on this engine's device, itself included."""
     lora: LoraConfig | None = None
     """LoRA settings if weight updates send only adapters."""
     sleep: EngineOffload = "with_copy"
@@ -310,9 +306,8 @@ class RequestProgress:
     generated: int
     """Tokens generated so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, without text and finish reason.
-
-    The newest token is left out: it may end the response, and a retry must not continue after the end."""
+    """New tokens since the last report, without text and finish reason. The newest token is left out: it may end the response, and a retry
+    must not continue after the end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -333,9 +328,8 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
-        """Start a request. The future returns a completion even after errors and aborts; cancelling the future aborts the request.
-
-        `report` is called soon after the engine starts the request, then every few seconds with new tokens."""
+        """Start a request. The future returns a completion even after errors and aborts; cancelling it aborts the request. `report` is
+        called soon after the engine starts the request, then every few seconds with new tokens."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -349,7 +343,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """Move the engine's workers to the trainers' new transfer group (collective). `first_member`: member number of the first worker."""
+        """Move the engine's workers to the trainers' new transfer group (collective). `first_member`: the first worker's member number."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -361,7 +355,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
-        """Activate the new weights and clear prefix caches. Returns the slowest worker's seconds by phase."""
+        """Activate the new weights and clear prefix caches. Return the slowest worker's seconds by phase."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
         """Receive a whole weight update while trainers run `WeightSender.send`.
@@ -376,16 +370,16 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksum the engine's weights. Returns Hugging Face tensor name -> checksum. `names`: None for all."""
+        """Return Hugging Face tensor name -> checksum of the engine's weights. `names`: None for all."""
 
     async def trace(self, prefix: str | None) -> list[str]:
-        """Start torch's profiler in the workers or, with a prefix, write traces to PREFIX-WORKER.json.gz. Returns an error text per worker,
+        """Start torch's profiler in the workers or, with a prefix, write traces to PREFIX-WORKER.json.gz. Return an error text per worker,
         empty on success."""
         return []
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """Load offloaded parts to the device. A weight update needs only the weights loaded."""
+        """Load offloaded parts to the device. A weight update needs only the weights."""
 
     @abstractmethod
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:

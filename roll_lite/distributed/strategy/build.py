@@ -1,4 +1,4 @@
-"""Build strategies and check engine arguments. torch, frameworks and engines are imported only when built."""
+"""Build strategies and check engine arguments. Frameworks and engines are imported only when built."""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""Engine name -> function that returns the installed version. It raises NotInstalled without the engine, RuntimeError for an unsupported
-version."""
+"""Engine name -> function that returns the installed version; NotInstalled without the engine, RuntimeError for an unsupported version."""
 
 
 @dataclass(frozen=True)
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks share a process group, so that none can be replaced alone."""
+    """True if all ranks share a process group: none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -58,7 +57,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine. Imports only one engine: vLLM and SGLang cannot be installed together."""
+    """Build an engine. Import only one: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -73,18 +72,15 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines that share a GPU equally.
-
-    vLLM's memory setting is a fraction of the GPU's memory. SGLang's is a fraction of the memory still free, so it depends on `place`, the
-    number of engines that start earlier.
-    """
+    """Return the settings of one of `sharers` engines that share a GPU equally. vLLM's memory setting is a fraction of the GPU's memory,
+    SGLang's of the memory still free; `place`: number of engines that start earlier."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
 
 
 def build_part(spec: EngineSpec) -> EnginePart:
-    """Build the part of a multi-node engine that runs on a node other than the first."""
+    """Build the part of a multi-node engine on a node other than the first."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.vllm.compat.engine import VllmPart
@@ -100,7 +96,7 @@ ROLLOUT_ENGINE_SETTINGS = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
-"""Engine argument -> configuration key to use instead, for rollout engines only: judges may use these arguments."""
+"""Engine argument -> configuration key to use instead, in rollout engines; judges may use these arguments."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -122,8 +118,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield a problem per unusable argument. `own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the
-    engine's arguments; empty: not checked."""
+    """`own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not
+    checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -136,7 +132,7 @@ def _problems(
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
     """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class
-    name or None for all classes). The set is empty if a file or class is missing."""
+    name or None for all). Empty if a file or class is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

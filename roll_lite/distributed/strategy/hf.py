@@ -45,7 +45,7 @@ class HfRewardStrategy(ForwardStrategy):
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Score rows. The only output is final_value, the score at each row's last token."""
+        """Return final_value, the score at each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
         tokens = batch.select(["input_ids"])

@@ -1,7 +1,7 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket, because a
-collective cannot tell which member is missing. After a failure nobody waits for the threads that broadcast: they end at their own timeout.
+Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket: a collective
+cannot tell which member is missing. After a failure, broadcasting threads are left to end at their own timeout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Wire:
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
-    """Convert a non-blocking check into one that sleeps up to `pause` seconds, as `TransferGroup.poll` expects."""
+    """Convert a non-blocking check for `TransferGroup.poll`."""
 
     def poll(pause: float) -> bool:
         if not is_done():
@@ -60,7 +60,7 @@ def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """Store through which gloo exchanges addresses. Its waits also end when another member of the transfer group fails."""
+    """Store through which gloo exchanges addresses. Its waits also end when another member fails."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which the others read."""
+    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
@@ -289,7 +289,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Return the route within this machine: from the machine's first receiver of `route` to its other receivers."""
+        """Return the route within this machine: from its first receiver to the others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

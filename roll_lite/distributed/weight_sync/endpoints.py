@@ -44,7 +44,7 @@ TRANSPORTS: dict[str, Transport] = {
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
-"""Choose the transport separately for each pair of trainer rank and engine worker."""
+"""Choose the transport for each pair of trainer rank and engine worker."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
@@ -57,7 +57,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route (one sender, several receivers) into one route per transport and sender."""
+    """Split a route (one sender, several receivers) into one per transport and sender."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int, int], list[int]] = {}
@@ -72,8 +72,8 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: the one on its GPU; else one whose GPU it can read, chosen by the receiver's
-    number; else the owner. A receiver always reads from the same GPU, since its CUDA context on another GPU costs memory."""
+    """Return the training rank that sends to a receiver: the one on its GPU; else one whose GPU it can read; else the owner. It always
+    reads from the same GPU, since a CUDA context on another GPU costs memory."""
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
     near = [rank for rank in readable if rank is not None]
@@ -91,7 +91,7 @@ def link(sender: Home, receiver: Home) -> str:
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
-    """Return why transport `name` cannot connect all members, or None if it can."""
+    """Return why transport `name` cannot connect all members."""
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]
@@ -119,7 +119,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """Sender that uses several transports, each for some of this rank's receivers. Other ranks send to the rest."""
+    """Sender that uses several transports, each for some of this rank's receivers."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -141,7 +141,7 @@ class SideBySideSender(TransportSender):
             self.finish_one(name)
 
     def finish_one(self, name: str) -> None:
-        """Wait until all receivers of one transport have what was sent. Do nothing if the transport is unused."""
+        """Wait until all receivers of one transport have what was sent."""
         if name in self._transports:
             with timed(self.by_transport, name):
                 self._transports[name].finish()
@@ -190,9 +190,9 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 class WeightSender:
     """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank. So after a bucket is gathered, its owner broadcasts it to
-    the other training ranks. Trainers and engines that share GPUs then need no common NCCL group, in which kernels of two processes of a
-    GPU would wait for each other.
+    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts it to the other training
+    ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would wait for
+    each other.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -211,7 +211,7 @@ class WeightSender:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
-        """Bytes sent per update, by transport. A broadcast counts once for all receivers."""
+        """Bytes sent per update, by transport. A broadcast counts once."""
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
@@ -220,12 +220,11 @@ class WeightSender:
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Start the rendezvous store; return its port."""
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Leave the old transfer group and join a new one. Ranks that can send no tensors do not join."""
+        """Leave the old transfer group and join a new one, unless this rank can send no tensors."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         self._own_routes, self._for_all_ranks = {}, set()
@@ -283,8 +282,8 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def _finish_broadcasts(self) -> None:
-        """Wait for this rank's NCCL broadcasts to engines on other GPUs. If one of them waited on the GPU behind a broadcast between
-        trainers, whose owner in turn waits for that engine, no update would end."""
+        """Wait for this rank's NCCL broadcasts to engines on other GPUs: one could wait on the GPU behind a broadcast between trainers,
+        whose owner waits for that engine (deadlock)."""
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
                 self._transport.finish_one("nccl")
@@ -328,12 +327,12 @@ class WeightReceiver:
     """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, staged: bool = False) -> None:
-        """`staged`: `load` only stores tensors; the model is unchanged until `finish`."""
+        """`staged`: `load` only stores tensors; `finish` changes the model."""
         self._staged = staged
         self._transport: TransportReceiver | None = None
         self._begun = False
         self.touched = False
-        """True while an unfinished update has changed the model, so that its weights are a mix of old and new."""
+        """True while an unfinished update has mixed old and new weights."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def connect(self, membership: Mapping[str, Any], number: int) -> None:
@@ -351,10 +350,10 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_workers_ok: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive one bucket and load it while the following bucket is in flight.
+        """Receive one bucket and load it while the following one is in flight.
 
-        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway.
-        `all_workers_ok(ok)` returns True if all workers of the engine pass True: only then is the bucket loaded.
+        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway. The bucket is
+        loaded only if `all_workers_ok(ok)` says that all workers of the engine pass True.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -389,7 +388,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Activate the new weights by `put_in_place`. Returns seconds by phase."""
+        """Activate the new weights by `put_in_place`. Return seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

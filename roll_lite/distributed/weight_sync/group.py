@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group with a higher epoch replaces the old one. Members of the old group get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces the old one, whose members get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -65,12 +65,11 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key under which `interrupt` writes the newest epoch. Only `interrupt` writes this key, and only member 0 writes _EPOCH: with one
-writer per key, its epoch never decreases."""
+"""Store key of the newest epoch from `interrupt`. _EPOCH is member 0's: with one writer per key, the epoch never decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Keys of step n are deleted from the store at step n + 2; until then a member may still read them."""
+"""Keys of step n are deleted at step n + 2; until then a member may read them."""
 
 
 class TransferError(RuntimeError):
@@ -95,7 +94,7 @@ class Transferred:
     nbytes: Mapping[str, int] = field(default_factory=dict)
     by_transport: Mapping[str, float] = field(default_factory=dict)
     stale: bool = False
-    """True if this member did not fail itself: another member failed, or a newer group exists."""
+    """True if another member failed, or a newer group exists."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -111,7 +110,7 @@ class Pushed:
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker, by phase. Phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent, by transport. A broadcast counts once for all receivers."""
+    """Megabytes sent, by transport. A broadcast counts once."""
     transport_seconds: Mapping[str, float]
     """Seconds of the slowest trainer rank, by transport."""
 
@@ -128,16 +127,15 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle by which a receiver opens the sender's buffer. In a `done` announcement: space-separated handles of buffers that the receiver
-    still uses."""
+    """Handle by which a receiver opens the sender's buffer; in `done`, space-separated handles of buffers that the receiver still uses."""
 
 
 Moment = Literal["here", "done"]
-"""Kind of announcement. `here`: the sender's buffer is filled, or the receiver is ready. `done`: the receiver has loaded the bucket."""
+"""`here`: the sender's buffer is filled, or the receiver is ready. `done`: the receiver has loaded the bucket."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Start a rendezvous store on a free port (`store.port`). The store ends with the returned object."""
+    """Start a rendezvous store on a free port. It ends with the returned object."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -153,8 +151,7 @@ def interrupt(rendezvous: TCPStore, epoch: int) -> None:
 
 
 class TransferGroup:
-    """Connection of one member (a training rank or engine worker) to all others that exchange weights. The constructor blocks until all
-    members have joined."""
+    """Connection of one member (a training rank or engine worker) to all others. The constructor blocks until all have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
@@ -193,10 +190,7 @@ class TransferGroup:
 
     @contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Report exceptions in the block, so that all members stop waiting.
-
-        Timeouts are not reported: each waiting member raises its own TransferTimeout.
-        """
+        """Report exceptions in the block, so that all members stop waiting; not timeouts, as each member raises its own."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -234,7 +228,7 @@ class TransferGroup:
         self._announced[route.channel].append((step, key))
 
     def await_announcements(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for announcements of the other side: the sender waits for all receivers, a receiver for the sender. Returns them by member
+        """Wait for announcements of the other side: the sender for all receivers, a receiver for the sender. Return them by member
         number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
@@ -248,7 +242,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side. TransferError if the other side is at a different bucket."""
+        """Announce a bucket and wait for the other side. TransferError if that is at a different bucket."""
         step = self.step(route)
         self.announce(route, step, "here", said)
         heard = self.await_announcements(route, step, "here")
@@ -271,7 +265,7 @@ class TransferGroup:
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Delete the record made by `opens`. Returns whether it existed."""
+        """Delete the record made by `opens`. Return whether it existed."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
@@ -302,8 +296,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: key -> number of the member
-        that writes it."""
+        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: key -> number of its
+        writer."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -316,10 +310,8 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Call `is_done(seconds)`, which may block that long, until True. Raises StaleEpoch or TransferTimeout.
-
-        `what`: the awaited work; `who()`: the missing members (for the message).
-        """
+        """Call `is_done(seconds)`, which may block that long, until True. StaleEpoch or TransferTimeout, whose message names `what` (the
+        awaited work) and `who()` (the missing members)."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -98,8 +98,8 @@ class ExportedSegment(GpuSegment):
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Turn the allocator's expandable segments off in this context, so that CUDA IPC can export memory allocated in it. Sharing an
-    expandable segment needs permission to copy another process's file descriptors."""
+    """Turn the allocator's expandable segments off in this context, so that CUDA IPC can export its memory: sharing expandable ones needs
+    permission to copy another process's file descriptors."""
     settings = torch._C._accelerator_getAllocatorSettings()
     fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
     if fixed == settings:
@@ -119,8 +119,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that no reader will release, which torch would keep allocated: those never opened, and those whose reader is not in
-    `homes`."""
+    """Free exports that no reader will release, which torch would keep allocated: never opened, or of a reader not in `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)
@@ -133,7 +132,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement torch's counter of an export's readers, in place of a reader that will not do so."""
+    """Decrement torch's counter of an export's readers, in place of a reader."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -150,7 +149,7 @@ _COUNTER = slice(11, 13)
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Opens a segment by (handle, reader index). OSError if out of reach."""
+"""Open a segment by (handle, reader index). OSError if out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ class ExportedTensor:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Return the tensor's description as sent to engines of `dtype`. The sender casts only if that saves bytes."""
+        """Return the tensor as sent to engines of `dtype`: cast only if that saves bytes."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -46,7 +46,7 @@ class ExportedTensor:
 class ExportPlan:
     tensors: tuple[ExportedTensor, ...]
     handing_on: tuple[int, ...] = ()
-    """Training ranks that can hand tensors of others on to engine workers, since they have GPUs."""
+    """Training ranks with GPUs, which can hand others' tensors on to engine workers."""
 
     def buckets(self) -> list[list[ExportedTensor]]:
         grouped: dict[int, list[ExportedTensor]] = {}
@@ -57,7 +57,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of some tensors of a bucket from one sender to several engine workers. `sender` and `receivers` are member numbers."""
+    """Transfer of some tensors of a bucket from one sender to several engine workers, by member numbers."""
 
     bucket: int
     sender: int
@@ -99,7 +99,7 @@ class Membership:
     bucket_nbytes: int = 0
     """Minimum size of a send buffer: that of the largest bucket with several tensors."""
     trainers: int = 0
-    """Number of training ranks. They are the first members."""
+    """Number of training ranks, which are the first members."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,9 +144,8 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them.
-
-    `engines`: engine number -> workers. `dtype`: the engines' dtype. `expert_parallel`: workers that share an engine's experts."""
+    """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`:
+    engine number -> workers. `expert_parallel`: workers that share an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -168,14 +167,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner. With two, gloo workers could deadlock, since they forward all buckets through two buffers."""
+    """Assert that each bucket has one owner. With two, gloo workers, which forward all buckets through two buffers, could deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return expert tensor name -> number of the worker that holds it. Empty if every worker holds a part of every expert."""
+    """Return expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

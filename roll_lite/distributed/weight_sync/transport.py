@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Function that waits until every receiver has loaded a bucket. It returns {receiver: handles of the send buffers that it still uses}."""
+"""Wait until every receiver has loaded a bucket. Return receiver -> handles of the send buffers that it still uses."""
 
 
 class SendBuffers:
@@ -38,7 +38,7 @@ class SendBuffers:
         """Receiver -> handles of buffers that it still used at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
-        """Return the smallest free segment that fits, or a new one. Waits while too many buckets are in flight."""
+        """Return the smallest free segment that fits, or a new one. Wait while too many buckets are in flight."""
         while len(self.in_flight) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.in_flight}
@@ -78,12 +78,12 @@ class TransportSender(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds spent so far: `copy`, filling buffers; `wait`, waiting for a free buffer or for receivers."""
+        """Seconds so far: `copy`, filling buffers; `wait`, waiting for a free buffer or for receivers."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
 
     @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send tensors to the route's receivers. The caller may change the tensors afterwards."""
+        """Send tensors to the route's receivers. The caller may change them afterwards."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -134,7 +134,7 @@ class BufferedSender(TransportSender):
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: BucketSegment) -> Await:
-        """Start sending. Returns a function that waits for the receivers."""
+        """Start sending. Return a function that waits for the receivers."""
 
     def close(self) -> None:
         super().close()
@@ -156,7 +156,7 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Report the received buckets as loaded, so that the sender may reuse their memory."""
+        """Report the received buckets as loaded: the sender may reuse their memory."""
 
     def close(self) -> None:
         self.group.close()

@@ -23,7 +23,7 @@ class WeightUpdate:
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Raise ValueError for a tensor that was not announced or has already arrived."""
+        """ValueError for a tensor that was not announced or has already arrived."""
         announced = {tensor.name for tensor in self.tensors}
         for tensor in tensors:
             if tensor.name not in announced or tensor.name in self.arrived:

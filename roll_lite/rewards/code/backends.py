@@ -1,7 +1,5 @@
-"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
-
-A request to SandboxFusion carries a zip file with our `sandbox/guest.py`, which runs the job there.
-"""
+"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server, which receives `sandbox/guest.py` as a zip file and
+runs it."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Seconds that a request to SandboxFusion adds to the job's wall-clock limit, for starting Python there."""
+"""Seconds added to a job's wall-clock limit, for starting Python on the server."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
@@ -64,7 +62,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on it twice but runs a harmless program in between, the job counts as having killed its
+        """Run a job. If the service fails on the job twice but runs a harmless program in between, the job counts as having killed its
         sandbox."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
@@ -127,7 +125,6 @@ def _harness() -> bytes:
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: tuple[str, ...], python_path: tuple[str, ...]
 ) -> Backend:
-    """Return this process's backend for these settings. RewardFailed if programs cannot be isolated."""
     if remote is not None:
         return RemoteSandbox(remote)
     pool = SandboxPool(parallel, allow_unprotected, readable=readable, python_path=python_path)

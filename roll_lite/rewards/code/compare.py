@@ -13,7 +13,7 @@ LISTS = (list, tuple, range, collections.deque)
 NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
 A_HUNDREDTH = 0.01
 LEAST = 1e-12
-"""Maximum difference that counts as rounding noise, as in math.sin(math.pi)."""
+"""Rounding noise, as in math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
@@ -66,8 +66,7 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """True if two values are equal as JSON: sequences as lists, keys as strings. An expected float allows a relative error of
-    `tolerance`."""
+    """True if two values are equal as JSON (sequences as lists, keys as strings). `tolerance`: relative, for expected floats."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

@@ -13,15 +13,15 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. The source is saved as `file`, and `run` runs it. If there is a `compile` command, it must write the compiled
-    program to file descriptor 3; this program is saved as `artifact`, and `run` runs it instead of the source."""
+    """Commands of a language. `run` runs the source, saved as `file`. `compile`, if given, must write the compiled program to file
+    descriptor 3; this is saved as `artifact`, and `run` runs it instead."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
     compile: Annotated[list[str], Field(min_length=1)] | None = None
     artifact: str = "main"
     address_space: bool = True
-    """Limit the address space; false for interpreters that reserve far more memory than they use."""
+    """Limit the address space; false for interpreters that reserve much more memory than they use."""
 
 
 LANGUAGES: dict[str, Language] = {
@@ -40,8 +40,7 @@ BLOCK = re.compile(
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Return name -> language; None for python, which needs no commands. ValueError for an unknown name or, with `local`, a missing
-    interpreter."""
+    """Return name -> language; None for python. ValueError for an unknown name or, with `local`, a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -61,7 +60,7 @@ def extract_code(
     """Return (code, language tag) of the response's program, or None.
 
     Among blocks untagged or tagged with one of `languages`, the one that defines the most names in `needed` wins, then a tagged one, then
-    the last. `ends_early`: the response was cut, so an unclosed block does not count.
+    the last. `ends_early`: the response was cut; ignore an unclosed block.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
@@ -87,8 +86,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block. An unclosed block counts only if it has a tag (a fence without one may close an
-    earlier block) and the response was not cut (`ends_early`)."""
+    """Return (code, language tag) of each fenced block. An unclosed block counts only if tagged (an untagged fence may close an earlier
+    block) and not `ends_early`."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

@@ -136,8 +136,7 @@ class CodeReward(RewardType):
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check limits and folders. `total_s` must expire before `timeout_s`: otherwise a slow program's sample would fail instead of
-        scoring 0."""
+        """Check limits and folders. If `timeout_s` expired before `total_s`, a slow program's sample would fail instead of scoring 0."""
         yield from too_slow(place, "total_s", self.total_s, WALL_PER_CPU * self.total_s, timeout_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders

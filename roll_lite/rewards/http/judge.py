@@ -185,7 +185,7 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
 # ---------------------------------------------------------------- verdicts
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict, preferred first; `answer` is last, since it may repeat the response's answer."""
+"""Keys of a JSON verdict, preferred first; `answer` is last: it may repeat the response's answer."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -199,8 +199,8 @@ BREAKS_OFF = re.compile(
     rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
     r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
 )
-"""Pattern of a line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings and list items without a
-colon; Thai and Lao, which have no full stop."""
+"""Pattern of a line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings, list items without a
+colon, and Thai and Lao, which have no full stop."""
 
 
 def read_verdict(
@@ -209,7 +209,7 @@ def read_verdict(
     """Return value and text of the judge's own verdict, not a quoted one; None if there is none, or the search takes too long.
 
     With `pattern`, the verdict is the first group of its last match, or the whole match; else the last line ("Verdict: yes") or a final
-    JSON object ({"verdict": "yes"}). `choices` gives its value; otherwise it is a number, which `scale` maps to 0..1.
+    JSON object. `choices` gives its value; else it is a number, which `scale` maps to 0..1.
     """
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}

@@ -1,5 +1,3 @@
-"""Find the answer in a response: in a tag or box, after "the answer is", or the last formula."""
-
 from __future__ import annotations
 
 import re
@@ -47,8 +45,8 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer as written in the response, or "". `in_words`: the reference is in words, so the answer is the text up to the end
-    of its line instead of a formula."""
+    """Return the answer as written in the response, or "". `in_words`: the reference is in words, so return text up to the end of its line,
+    not a formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -71,8 +69,8 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Return the formula stated after "the answer is", else the last formula, together with formulas joined to it by "or". `runs`: (start,
-    end) of each formula in `text`."""
+    """Return the formula after "the answer is", else the last one, with formulas that "or" joins to it. `runs`: (start, end) of each
+    formula."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
     ]
@@ -116,8 +114,8 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return the words of at least `shortest` letters and the Chinese characters of a text, without LaTeX and function names. Unless
-    `shortest` is 2, also leave out "and", "for" and consecutive letters of the alphabet: xyz may be a product."""
+    """Return the words of at least `shortest` letters and the Chinese characters, without LaTeX and function names. Unless `shortest` is 2,
+    leave out "and", "for" and alphabet runs: xyz may be a product."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -131,7 +129,7 @@ def is_formula(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Normalize an answer, so that 1/2 and 0.5, or 12 cm and 120 mm, become equal."""
+    """Normalize an answer: 1/2 and 0.5, or 12 cm and 120 mm, become equal."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())

@@ -16,8 +16,8 @@ from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number,
 Parsed = list[Any]
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Tolerances for two numbers, if at least one is a decimal. They are equal if they differ by at most CLOSE (relative) and agree when
-rounded to PLACES decimals."""
+"""Tolerances for two numbers, at least one of them a decimal: relative difference at most CLOSE, and equal when rounded to PLACES
+decimals."""
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
@@ -41,7 +41,7 @@ OPERATIONS = (
     r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap|bigcap|bigcup)(?![A-Za-z])|\\l?(?:floor|ceil)",
     r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']|\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
 )
-"""Operations that math-verify may evaluate. An answer may contain one only if the reference does."""
+"""Operations that an answer may contain only if the reference does."""
 LATEX = (
     (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
@@ -104,7 +104,7 @@ def library() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare exactly, or with a tolerance if a number is a decimal. None if the units are incompatible."""
+    """Compare exactly, or with a tolerance if one is a decimal. None if the units are incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -116,8 +116,7 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) to a text, and a ratio (2:3) to the shares of its parts (2/5, 3/5). Empty for other
-    text."""
+    """Normalize a numeral with a base (1001_2, 0x2A) to a text, a ratio (2:3) to the shares of its parts (2/5, 3/5), other text to ""."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -158,7 +157,7 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """Compare two parsed formulas with math-verify. Rational constants are compared exactly, since math-verify takes tiny numbers for 0."""
+    """Compare two parsed formulas with math-verify; rational constants exactly, since math-verify takes tiny numbers for 0."""
     import sympy
 
     if all(isinstance(one, sympy.Expr) and one.is_number for one in (*gold, *found)):
@@ -176,8 +175,7 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """True if the answer leaves more to compute than the reference `gold`: an operation, additions, products, an unsolved inequality.
-    `golds`, `found`: parsed reference and answer."""
+    """True if the answer leaves more to compute than the reference: an operation, additions, products, an unsolved inequality."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True
@@ -230,7 +228,6 @@ def _work(expression: Any) -> tuple[int, int, int, int]:
 
 
 def _repeated_factors(product: Any) -> int:
-    """Count factors that can be merged: numbers, sums, powers of one base."""
     kinds: list[Any] = []
     for factor in _factors(product):
         base, exponent = factor.as_base_exp()

@@ -56,10 +56,10 @@ KNOWN = {
     for names, size in (unit.split("=") for unit in units.split(", "))
     for name in names.split()
 }
-"""Units by name: (kind, size). A kind is, for example, "length", and the size is in the kind's base unit.
+"""Units by name: (kind, size), such as ("length", size in base units).
 
-Three kinds mark words that are not units. "": scales, such as million. "^": square and cubic; the size is the exponent of the unit that
-follows. "/": per; exponents of the units that follow are negative.
+Three kinds mark other words. "": scales, such as million. "^": square and cubic; the size is the exponent of the next unit. "/": per;
+exponents of the next units are negative.
 """
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
@@ -73,8 +73,8 @@ NO_UNIT_WORD = re.compile(
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""(kinds, size). `kinds`: set of (kind, exponent), such as ("length", 2) for an area; None without a unit or if it is unknown (apples).
-`size`: the unit's size in base units."""
+"""(kinds, size). `kinds`: set of (kind, exponent), such as ("length", 2) for an area; None without a unit or if unknown (apples). `size`:
+in base units."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -82,7 +82,7 @@ NO_UNIT: Unit = (None, Fraction(1))
 class Quantity:
     value: Fraction
     exact: bool = True
-    """True for integers and fractions of integers; False for decimals, which may be rounded."""
+    """False for decimals, which may be rounded."""
     percent: bool = False
     unit: Unit = NO_UNIT
 
@@ -152,8 +152,8 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""Split a text into number, unit, and scale factor (10^6 for "million"). Known units (5cm) and words in \text (3\text{ t}) count as
-    units. Letters that may be variables do not: 2t and 3 pi have no unit."""
+    r"""Split a text into number, unit and scale factor (10^6 for "million"). Known units (5cm) and words in \text (3\text{ t}) are units;
+    letters that may be variables are not: 2t and 3 pi have no unit."""
     bare = plain(text)
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""

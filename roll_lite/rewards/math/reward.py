@@ -30,8 +30,7 @@ PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Pattern of reference answers that are refused: answers of several parts, (a) ... (b) ..., and answers with a label, since (B) 12 would be
-read as the product B * 12."""
+"""Pattern of reference answers that are refused: several parts, (a) ... (b) ..., or a label: (B) 12 would be read as a product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -119,7 +118,6 @@ class MathReward(RewardType):
         return Score(float(verdict == EQUAL), verdict == EQUAL, details, answer=gold.text if verdict == EQUAL else vote)
 
     def warm(self) -> None:
-        """Import sympy and the parser and fill their tables, which takes most of a second."""
         for answer in (r"\frac{x + 1}{2}", r"\sqrt{12}", "5"):
             _verdict(_read_reference(r"2\sqrt{3}"), answer)
 
@@ -178,8 +176,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """False if the answer is an equation about something other than the variable `name`, such as x^2 = 1 where x is asked for; else True.
-    `before`: sides of the answer's equation without the last; empty if it is no equation."""
+    """False if the answer is an equation about something other than the variable `name`: x^2 = 1 where x is asked for. `before`: sides of
+    the answer's equation without the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -193,7 +191,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    """Split the unit off a formula. In a formula with variables, a bare last letter counts as a variable: x+3m has no unit."""
+    """Split the unit off a formula. With variables, a bare last letter counts as a variable: x+3m has no unit."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)
@@ -212,7 +210,7 @@ def _shown(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
-    """Parse a reference answer; cached, since a group's samples share it."""
+    """Parse a reference answer; cached, since a sample group shares it."""
 
     def read() -> Reference:
         gold = _read_reference(text)
@@ -227,7 +225,7 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """Parse a reference answer. ValueError if it has several parts ('a) 3 b) 4'), counts several things, or is a sentence with formulas."""
+    """Parse a reference answer. ValueError if it has several parts, counts several things, or is a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

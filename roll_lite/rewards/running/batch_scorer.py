@@ -1,5 +1,3 @@
-"""Score samples with one reward in one process: one by one, in lists, or concurrently."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,20 +15,19 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds that the scorer waits for async functions before it returns, so that the next call can add samples."""
+"""Maximum wait for async functions before the scorer returns and the next call can add samples."""
 LINGER_SECONDS = 0.005
 """Seconds to wait for more async results after the first."""
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Reward processes are killed after this multiple of a sample's time limit: CPU time limits inside the process take longer on a busy
-machine."""
+"""Reward processes are killed after this multiple of the time limit: on a busy machine, CPU time limits inside the process take longer."""
 
 
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Item number -> score, cause of failure, or None: not scored yet, to be passed in again."""
+    """Item number -> score, cause of failure, or None: not scored yet, pass in again."""
     seconds: float = 0.0
     interrupted: bool = False
     """True if a time limit interrupted a function: the process must be replaced."""
@@ -130,8 +127,7 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Score with a sync function that takes a list of samples, in calls of at most `at_once` samples. If a call fails, retry its
-        samples one by one."""
+        """Score with a sync function that takes lists. If a call fails, retry its samples one by one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
@@ -192,7 +188,6 @@ class BatchScorer:
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """Call an async function. If a call for several samples fails, retry them one by one."""
         try:
             async with asyncio.timeout(self._rest(entries)):
                 scores = await function.scores(_items(entries))

@@ -17,13 +17,13 @@ class TimeLimitExceeded(Exception):
 
 
 class _Interruption(BaseException):
-    """Exception raised inside the computation; a BaseException, because computations catch Exception."""
+    """Interruption of the computation; a BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
     """Run call(); raise TimeLimitExceeded after `seconds` of CPU time, so that a busy machine changes no outcome. Main thread only.
 
-    With `waiting`, the limit is wall-clock time. This clock is paused while a nested call of `limited` counts CPU time.
+    With `waiting`, the limit is wall-clock time. It is paused while a nested call counts CPU time.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")

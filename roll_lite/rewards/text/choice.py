@@ -65,7 +65,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
-    """Return two mappings: letter -> option text (empty without a column); letter, label or list index -> letter."""
+    """Return letter -> option text (empty without a column), and letter, label or list index -> letter."""
     if column is None:
         return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
     labels, texts = None, column
@@ -140,7 +140,7 @@ ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")
 
 
 def chosen_letters(text: str, options: dict[str, str]) -> set[str]:
-    """Return the letters of the options that a text chooses; several if the text is undecided."""
+    """Return the letters that a text chooses; several if it is undecided."""
     named, bare = _patterns(tuple(options.items()))
     plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))
     plain = DENIED.sub(lambda clause: re.sub(X, "⟦⟧", clause[0]), plain)
@@ -167,7 +167,7 @@ def _letters(text: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _patterns(options: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns. The first finds options marked as in (C) or named by their text, the second bare letters."""
+    """Return two patterns: one for options marked as in (C) or named by their text, one for bare letters."""
     texts = [_same(_plain(narrow(text))) for _, text in options]
     longest_first = sorted(zip(texts, options, strict=True), key=lambda one: -len(one[0]))
     groups = [rf"(?P<t{letter}>{re.escape(text)})" for text, (letter, _) in longest_first if text and texts.count(text) == 1]

@@ -16,7 +16,7 @@ from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
-"""CPU time limit of one search; patterns that backtrack for longer do not match."""
+"""CPU time limit of one search; a pattern that backtracks for longer does not match."""
 TOO_LONG = "the pattern ran out of time"
 
 INSIDE = "(?:(?!</?{tag}>).)*"

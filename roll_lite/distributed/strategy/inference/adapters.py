@@ -1,6 +1,6 @@
 """LoRA adapters in an engine's worker, for weight updates that send only adapters.
 
-Some engines adapt a fused layer (q, k, v) only as a whole. If only some of its projections have adapters, the others get zero matrices.
+Some engines adapt a fused layer (q, k, v) only as a whole: projections without adapters get zero matrices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from roll_lite.distributed.strategy.inference.held_weights import Layers, held_l
 from roll_lite.models.adapter_files import A, B, adapter_name
 
 NAME = "actor_train"
-"""Name of the engine's only adapter."""
 
 
 class IncomingAdapters:
@@ -31,7 +30,7 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Drop what a failed update has left. `again` (whether one failed) is not needed."""
+        """Drop the rest of a failed update."""
         self._received.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -56,7 +55,7 @@ class AdaptedLayer:
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor) for the engine's adapters in `names`. Collective over the engine's workers."""
+    """Yield (name, unsharded tensor) for the adapters in `names`. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

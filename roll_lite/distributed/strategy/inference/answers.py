@@ -1,7 +1,5 @@
-"""Exceptions of engine workers, returned as values and raised once all workers have answered.
-
-vLLM's executor raises at the first failing worker and leaves the other answers in queues. SGLang's RPC reports only the first worker.
-"""
+"""Exceptions of engine workers, returned as values and raised once all workers have answered: vLLM's executor raises at the first failing
+worker and leaves the other answers in queues; SGLang's RPC reports only the first worker."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def values(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return the workers' values, or raise the worker error that probably caused the other errors."""
+    """Return the workers' values, or raise the error that probably caused the others."""
     for what, kind in ((_RAISED, RuntimeError), (_BROKE_OFF, TransferError), (_STALE, StaleEpoch)):
         if told := [answer[what] for answer in answers if what in answer]:
             raise kind("; ".join(told))

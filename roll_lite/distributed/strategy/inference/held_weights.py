@@ -1,7 +1,7 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-On CPUs, vLLM packs matrices. A packed matrix is read by multiplying it with the identity: exact except for the sign of zero and, on some
-CPUs, subnormal numbers.
+On CPUs, vLLM packs matrices. They are read by multiplying with the identity: exact except for the sign of zero and, on some CPUs, subnormal
+numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Read this worker's part of an expert layer: (number of experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns],
-down_proj [experts, columns, rows])."""
+"""Read this worker's part of an expert layer: (experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj
+[experts, columns, rows])."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Layers:
     """Layer classes of vLLM or SGLang; `gather(part, dim)` joins shards."""
 
     linear: Any
-    """Python module of the engine that defines the linear layer classes."""
+    """Engine's module with the linear layer classes."""
     vocabulary: Any
-    """Python module of the engine that defines the classes of embedding and LM head."""
+    """Engine's module with the classes of embedding and LM head."""
     experts: type[Any]
     read_experts: ReadExperts
     workers: int
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: number of workers that hold each shard; RuntimeError if their copies differ."""
+        """Join a sharded tensor (collective). `copies`: workers that hold each shard; RuntimeError if their copies differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -57,7 +57,7 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """Return the checkpoint layers that an engine module holds, and an iterator over their tensors."""
+    """Return the checkpoint layers that an engine module holds, and their tensors."""
     if isinstance(module, layers.linear.LinearBase):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -72,7 +72,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Return the names of checkpoint layers that are fused into the engine layer `path`."""
+    """Return the checkpoint layers fused into the engine layer `path`."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -94,8 +94,8 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor). `count`: number of experts in the layer. If this worker holds all `count`, each is sharded over the
-    workers; otherwise worker w holds the w-th group of consecutive experts, unsharded."""
+    """Yield (name, unsharded tensor). If this worker holds all `count` experts, each is sharded over the workers; otherwise worker w holds
+    the w-th group of consecutive whole experts."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
@@ -111,8 +111,8 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return two lists with an entry per matrix fused in the module: its rows on this worker, and the number of workers that hold a copy of
-    these rows (more than 1 for replicated key and value heads)."""
+    """Return, for each matrix fused in the module, its rows on this worker, and how many workers hold a copy of these rows (more than 1 for
+    replicated key and value heads)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

@@ -26,7 +26,7 @@ class EngineState(StrEnum):
     UPDATING = "updating"
     """Weight update in progress: a mix of old and new weights."""
     HALF_UPDATED = "half updated"
-    """Weight update failed halfway; the engine needs a complete update."""
+    """Weight update failed halfway; a complete update is needed."""
     CACHE_OFFLOADED = "cache offloaded"
     WEIGHTS_OFFLOADED = "weights offloaded"
     """Weights in host memory or dropped; the KV cache possibly too."""
@@ -42,7 +42,7 @@ class EngineEvent(StrEnum):
     """Announce a weight update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. The old weights are intact unless a bucket was loaded into the model."""
+    """Bucket transfer failed. The old weights are intact unless a bucket was loaded."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -82,21 +82,18 @@ class EngineLife:
         self.failure: str | None = NOT_STARTED
         """Reason why the engine cannot serve; None if it can."""
         self.paused = False
-        """True from `pause` until `resume`; see also `halted`."""
         self.away: set[EngineMemory] = set()
         self.blank = False
         """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if the engine process has paused generation; None: unknown, because a call to pause or resume it is running or was
-        cancelled."""
+        """True if the engine process has paused generation; None: unknown, as a call to pause or resume is running or was cancelled."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()
 
     @property
     def held_up(self) -> bool:
-        """True if something other than `pause` prevents generation."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     async def until_dead(self) -> str:

@@ -18,7 +18,7 @@ class EnginePart(Protocol):
     def name(self) -> str: ...
 
     def check_version(self) -> object:
-        """Raise RuntimeError if the engine is missing or its version is unsupported."""
+        """RuntimeError if the engine is missing or its version unsupported."""
 
     async def start(self) -> list[int]: ...
 
@@ -27,7 +27,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    """vLLM or SGLang, run in separate processes. EngineStrategy calls its methods only in states that allow them (`ALLOWED` in life.py)."""
+    """vLLM or SGLang in separate processes. EngineStrategy calls its methods only in states that allow them (`ALLOWED` in life.py)."""
 
     @property
     def notes(self) -> Sequence[str]: ...
@@ -40,10 +40,10 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Called when processes are already monitored, so that a crash is noticed."""
+        """Finish the start. Processes are already monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
-        """Return when the engine's step loop answers. It answers between steps, even while paused."""
+        """Return when the step loop answers: between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests

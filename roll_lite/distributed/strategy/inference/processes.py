@@ -15,7 +15,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable: pid of the hosting process. When that process ends, the engine's processes end too."""
+"""Environment variable: pid of the hosting process, with which the engine's processes end."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -54,7 +54,7 @@ class EngineProcesses:
         remove(self._shared)
 
     def kill(self) -> None:
-        """Kill the processes and remove their shared memory. Does not wait for their end, because the caller may soon be killed too."""
+        """Kill the processes and remove their shared memory, without waiting: the caller may soon be killed too."""
         self._kill()
         remove(self._shared)
 
@@ -100,7 +100,6 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
-    """Call `act` in this engine process once the hosting process has ended."""
     if HOST_PID in os.environ:
         _when_gone(int(os.environ[HOST_PID]), act)
 
@@ -118,7 +117,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Start a thread that waits until process `pid` has ended, removes the engine's scratch folder if the hosting process has ended, then
+    """Start a thread that waits for the end of process `pid`, removes the engine's scratch folder if the hosting process has ended, then
     calls `act`."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 

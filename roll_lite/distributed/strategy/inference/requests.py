@@ -13,13 +13,13 @@ from roll_lite.distributed.strategy.base import Report, RequestProgress
 from roll_lite.models.hf_config import ExpertsConfig
 
 STOP_OVERLAP = "roll_lite_stop_overlap"
-"""Name of a request argument: the number of tokens at the end of a resumed request's prompt in which a stop string may begin."""
+"""Request argument: number of tokens at the end of a resumed request's prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Tokens that `stop_overlap_tokens` adds because some tokens have no text: special tokens and parts of characters."""
+"""Extra tokens in `stop_overlap_tokens`: special tokens and parts of characters have no text."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""New tokens are reported at every fifth poll. If the engine dies, tokens not yet reported are lost."""
+"""New tokens are reported at every fifth poll. If the engine dies, later ones are lost."""
 
 
 @dataclass(eq=False)
@@ -33,11 +33,11 @@ class InFlight:
     begun: bool = False
     reported: int = 0
     number: int = -1
-    """Id that SglangEngine gives to the request."""
+    """Id in SglangEngine."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Returns each request's progress; None for a request that has not begun. The second argument asks for new tokens too."""
+"""Return each request's progress; None if it has not begun. The second argument asks for new tokens too."""
 
 
 class ProgressReports:
@@ -80,8 +80,8 @@ def stop_overlap_tokens(request: GenerationRequest) -> int:
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The input's layers
-    may be all layers of the model or only its expert layers."""
+    """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The input may have
+    all layers of the model or only its expert layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

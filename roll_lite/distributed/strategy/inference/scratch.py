@@ -1,5 +1,3 @@
-"""Temporary folder of an engine: sockets, rendezvous files, semaphores, caches."""
-
 from __future__ import annotations
 
 import fcntl
@@ -16,15 +14,16 @@ from roll_lite.files import changed_environment
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
-"""Lock file held by the hosting process while it lives."""
+"""Lock file, held by the hosting process while it lives."""
 _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up to 36
 
 
 class Scratch:
-    """Temporary folder, removed at the engine's shutdown. If the host is killed, the engine's processes or the next engine remove it."""
+    """Temporary folder of an engine: sockets, rendezvous files, semaphores, caches. Removed at its shutdown or, if the host is killed, by
+    its processes or the next engine."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """Make the folder. `prefix`: start of the folder's name. `variables`: environment variables that get the path, besides TMPDIR."""
+        """`variables`: environment variables that get the path, besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -51,14 +50,14 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder, but only in the process that made it: forks inherit this finalizer."""
+    """Remove the folder only in the process that made it: forks inherit this finalizer."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder. Returns the lock's descriptor, or None if another process has just removed the folder."""
+    """Lock the folder. Return the lock's descriptor; None if another process has just removed the folder."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:
@@ -82,10 +81,8 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name this process's semaphores after the scratch folder, so that they are removed with it.
-
-    Needed in an engine process started without multiprocessing or outside `inherited`.
-    """
+    """Name this process's semaphores after the scratch folder, so that they are removed with it. Needed in an engine process started
+    without multiprocessing or outside `inherited`."""
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 

@@ -11,13 +11,13 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang packs weights so that they cannot be updated."""
+"""Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang's packed weights cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Fused layer -> its projections, for model classes without `packed_modules_mapping`."""
+"""Fused layer -> projections, for model classes without `packed_modules_mapping`."""
 
 Range = tuple[str, str]
-"""(first supported version, first later version that is not supported)."""
+"""(first supported version, first unsupported later version)."""
 
 
 class NotInstalled(RuntimeError):
@@ -25,7 +25,7 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first installed distribution. NotInstalled if none is (`remedy`: advice), RuntimeError if it is
+    """Return the version of the first installed distribution. NotInstalled if there is none (`remedy`: advice), RuntimeError if
     unsupported."""
     low, high = supported
     for name in distributions:
@@ -42,11 +42,11 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Environment variables for the engine, unless the user has set them."""
+    """Environment variables, unless the user has set them."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that override the user's, for correctness."""
+    """Variables that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that follow from the YAML configuration or placement."""
+    """Variables that follow from the YAML configuration or placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)

@@ -1,7 +1,8 @@
 """Detect an engine that takes no steps although its processes live: a hung kernel, a deadlock.
 
 The engine's loop answers between steps, which are short: prompts are prefilled in chunks. If an answer takes much longer than the longest
-step so far, without kernel compilation, the engine is stuck."""
+step so far, without kernel compilation, the engine is stuck.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +17,18 @@ AUTO_S = 7.0
 AUTO_CPU_S = 300.0
 """Limit for "auto" on a CPU, where a step may be long: vLLM never splits a prompt."""
 ASK_S = 1.0
-"""Pause between an answer and the next question."""
 LISTEN_S = 0.25
 # In-process compilation is not detected, but is shorter.
 LATE = 0.5
-"""Fraction of the limit after which a late answer makes the watch look for running compilers. Time during compilation does not count."""
+"""Fraction of the limit after which the watch looks for running compilers. Time during compilation does not count."""
 SLOWER = 4.0
-"""The limit is at least this multiple of the longest step so far."""
+"""Minimum ratio of the limit to the longest step so far."""
 FIRST_STEPS = 40.0
-"""The limit is multiplied by this until the first response has ended: kernels are compiled until then."""
+"""Factor of the limit until the first response has ended: kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
-    """Convert the setting `limits.engine_step` to seconds on this machine; None: unlimited."""
+    """Convert `limits.engine_step` to seconds on this machine; None: unlimited."""
     if setting == "auto":
         return AUTO_S if torch.cuda.is_available() else AUTO_CPU_S
     assert not isinstance(setting, str)

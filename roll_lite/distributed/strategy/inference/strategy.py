@@ -52,7 +52,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Name -> shape of the tensors that weight updates send: the checkpoint's tensors, or only adapters."""
+        """Name -> shape of the tensors that weight updates send: the checkpoint's, or only adapters."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -246,7 +246,7 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Handle a failed transfer: keep the old weights or, if some are overwritten, stay frozen."""
+        """Keep the old weights or, if some are overwritten, stay frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine in an unknown state must not continue
@@ -272,7 +272,7 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksums of named weights (None: all), in the dtype of the last update, so that they equal the sender's."""
+        """Return checksums in the dtype of the last update, so that they equal the sender's."""
         async with self._turn(EngineEvent.READ_WEIGHTS):
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
@@ -292,12 +292,11 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call during which the engine takes no steps; suspends the check for a stuck engine."""
+        """Wait for a call during which the engine takes no steps; suspend the check for a stuck engine."""
         with self._steps.suspended():
             return await self._answer(call)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Wait for the engine's answer. EngineDead if the engine dies first."""
         return await first_of(call, self.life.until_refused())
 
     # ------------------------------------------------------------ liveness

@@ -1,6 +1,7 @@
 """Checkpoints in Megatron's torch_dist format: weights, optimizer, learning rate schedule, random state.
 
-Shards have offsets in the full tensor, so that another parallel layout can load them. Only random state needs the same layout."""
+Shards have offsets in the full tensor, so that another parallel layout can load them; only random state needs the same layout.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: description of the model, for model.json; loading compares it. `writer`:
-    writes the tensors to STATE_FOLDER. Returns the files that this rank wrote."""
+    """Save a checkpoint to a shared folder (collective). `model`: facts about the model, which loading compares. `writer`: writes the
+    tensors to STATE_FOLDER. Return this rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -82,7 +83,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
+    """ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -92,8 +93,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Return the common state without the optimizer. Megatron checks that common state is equal on all ranks, but the optimizer's
-    differs."""
+    """Remove the optimizer from the common state: Megatron checks that this is equal on all ranks, but the optimizer's differs."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -132,7 +132,7 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _clear_errors(state_folder: Path) -> Iterator[str]:
-    """Yield the folder's path; turn Megatron's many errors about bad files into one ValueError."""
+    """Turn Megatron's many errors about bad files into one ValueError."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -181,7 +181,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """Return the optimizer state to load into. The distributed optimizer's tensors are left out: ShardReader loads them."""
+    """Return the optimizer state to load into, without the distributed optimizer's tensors, which ShardReader loads."""
     states = [
         part.state_dict()
         if isinstance(part, DistributedOptimizer)
@@ -211,8 +211,7 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Megatron save strategy that writes from this process. Megatron's own strategy forks, which can hang with threads of Ray, gloo and
-    CUDA."""
+    """Save strategy that writes from this process. Megatron's own forks, which can hang with threads of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -241,10 +240,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return where the nested optimizer state `state` has tensors to load: (container, key) of each.
-
-    `stored`: tensor names in the checkpoint. Float32 weights that the checkpoint lacks are removed from `state`.
-    """
+    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: tensor names in the checkpoint; float32
+    weights that it lacks are removed from `state`."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

@@ -1,7 +1,5 @@
-"""Make Megatron-Core run without CUDA. `install()` adds an import hook that rewrites modules.
-
-EXPECTED: module -> number of rewrites. If upstream has changed a module so that its number differs, the import fails.
-"""
+"""Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; if it
+differs, because upstream has changed, the import fails."""
 
 from __future__ import annotations
 
@@ -24,11 +22,10 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""(first supported version, first later version that is not supported)."""
+"""(first supported version, first unsupported later version)."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Global variable through which rewritten modules reach cpu_device. The loader sets it, since an import statement would shift line
-numbers."""
+"""Global variable through which rewritten modules reach cpu_device. The loader sets it: an import statement would shift line numbers."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the rewritten source. Its bytecode is cached in a separate file, because Python's own .pyc holds the original's."""
+        """Compile the rewritten source; cache its bytecode apart from Python's own .pyc, which holds the original's."""
         source = self.get_data(self.path)
         cache = cache_from_source(self.path, optimization="roll0lite")
         key = sha256(source + repr((fullname, self.path, _REWRITES, EXPECTED)).encode()).digest()

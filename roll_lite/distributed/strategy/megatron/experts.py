@@ -1,5 +1,3 @@
-"""Mixture-of-experts layers whose router counts expert choices and adds a load-balancing loss."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -77,7 +75,6 @@ class Balance:
         return loss * (self.coef / self._rows)
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
-        """Sum counts and losses over all ranks (collective)."""
         sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
         choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
@@ -146,8 +143,8 @@ class ExpertRouter(TopKRouter):
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP that computes all experts of a rank with one kernel. On GPUs, the kernel needs bfloat16 and widths divisible by 8;
-    otherwise experts are computed one after another."""
+    """SequentialMLP that computes all experts of a rank with one kernel. On GPUs, this needs bfloat16 and widths divisible by 8; else
+    experts are computed one by one."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not len(hidden) or (hidden.is_cuda and not self._fits_kernel(hidden)):
@@ -166,10 +163,8 @@ class GroupedExperts(SequentialMLP):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel for all experts.
-
-    `ends`: index after each expert's last token. The backward pass stacks the weights again, instead of keeping the stacked copy.
-    """
+    """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel. `ends`: index after each expert's last token.
+    The backward pass stacks the weights again instead of keeping the stacked copy."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -189,8 +184,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class Experts(MoELayer):
-    """Mixture-of-experts layer. Before recomputing a micro-batch in the backward pass, it restores the router's `rows` (packing layout),
-    which later micro-batches have overwritten."""
+    """Mixture-of-experts layer. Before recomputation in the backward pass, it restores the router's `rows` (packing layout), which later
+    micro-batches have overwritten."""
 
     router: ExpertRouter
 

@@ -17,13 +17,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads, but without its division by the token count: loss weights include that division."""
+    """Call Megatron's finalize_model_grads, without its division by the token count: loss weights include that."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns `on_head(stage output, input)` of each, other stages
-    []."""
+    """Run micro-batches forward without gradients. The last pipeline stage returns each `on_head(stage output, input)`, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -34,10 +33,8 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward and backward. Gradients are summed over micro-batches and data-parallel ranks.
-
-    `on_head(stage output, input)` returns (loss, value). The last pipeline stage returns the values, other stages [].
-    """
+    """Run micro-batches forward and backward. Gradients are summed over micro-batches and data-parallel ranks. `on_head(stage output,
+    input)` returns (loss, value). The last pipeline stage returns the values, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -85,10 +82,8 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once.
-
-    Context-parallel ranks have equal sums. Averaging over them makes a NaN or infinity on one of them known to all.
-    """
+    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once. Context-parallel ranks have equal sums: averaging
+    over them makes a NaN or infinity on one known to all."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

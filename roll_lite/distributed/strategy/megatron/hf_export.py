@@ -67,8 +67,8 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own. A bucket has one dtype, because it is gathered as
-    one tensor."""
+    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own. A bucket is gathered as one tensor: it has one
+    dtype."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -89,8 +89,8 @@ def _nbytes(tensor: _Described) -> int:
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
     """Return the buckets of all owners in turn, so that one gathers its bucket while engines load the previous owner's.
 
-    With several `expert_owners`, an engine keeps a layer's experts until all owners have sent theirs. Buckets are then smaller, so that
-    one bucket of each owner makes `bucket_bytes` (or one layer's experts, if larger). Buckets end with a layer.
+    With several `expert_owners`, an engine keeps a layer's experts until all owners have sent theirs. Then one bucket of each owner makes
+    `bucket_bytes` (or one layer's experts, if larger), and buckets end with a layer.
     """
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
@@ -123,7 +123,7 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int, for_engines: bool = False) -> ExportPlan:
-        """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it. Experts have separate buckets."""
+        """Plan the export in buckets (collective). Each has an owner, the rank that gathers it. Experts have separate buckets."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -219,9 +219,8 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder (collective). Returns this rank's files.
-
-    `source`: the model's folder. `read`: returns the values to write for a parameter. `write`: writes a file's bytes."""
+    """Write a Hugging Face folder (collective). Return this rank's files. `source`: the model's folder. `read`: returns a parameter's
+    values. `write`: writes a file's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}
@@ -253,7 +252,7 @@ def write_hf(
 
 
 def save_adapters(exporter: HfExporter, folder: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Write LoRA adapters in PEFT format (collective). `config`: contents of adapter_config.json. Returns this rank's files."""
+    """Write LoRA adapters in PEFT format (collective). `config`: contents of adapter_config.json. Return this rank's files."""
     own: dict[str, torch.Tensor] = {}
     for tensors in exporter.plan(FILE_BYTES).buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

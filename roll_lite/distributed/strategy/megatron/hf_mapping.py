@@ -1,7 +1,8 @@
 """Table that maps Megatron tensors to Hugging Face tensors.
 
 Tensor parallelism shards each Hugging Face tensor evenly along one dimension; a rank's Megatron tensor joins its shards of one or more
-tensors."""
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Entry:
     """True if dimension 0 is the vocabulary, padded to equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     fused: str | None = None
-    """Megatron parameter name with Transformer Engine's layers, if different."""
+    """Parameter name with Transformer Engine's layers, if different."""
 
     @property
     def of_experts(self) -> bool:
@@ -47,7 +48,7 @@ class Entry:
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
         """Return the parameter's full name. `among`: the model's parameter names, which decide between `megatron` and `fused`. `layer`,
-        `expert`: numbers on this rank."""
+        `expert`: local numbers."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -152,8 +153,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards over them. It is more than 1
-    only for query, key and value tensors of a model with fewer key/value heads than tensor-parallel ranks."""
+    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards over them: more than 1 only for
+    q, k and v if there are fewer key/value heads than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
@@ -170,7 +171,7 @@ def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
-    """Split a Megatron tensor into this rank's Hugging Face shards; inverse of `join`."""
+    """Split a Megatron tensor into Hugging Face shards; inverse of `join`."""
     match entry.layout:
         case Layout.PLAIN:
             return [local]

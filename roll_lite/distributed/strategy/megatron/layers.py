@@ -1,5 +1,4 @@
-"""Decoder layers built from Megatron's and torch's modules or from Transformer Engine's. The attention over packed rows and the value head
-are implemented here."""
+"""Decoder layers from Megatron's and torch's modules or from Transformer Engine's, with our attention over packed rows and value head."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varl
 
 
 def has_fused_kernels() -> bool:
-    """True if fused GPU kernels are available. Memory plans for GPUs, made on a machine without GPUs, replace this function by one that
-    returns True."""
+    """True if fused GPU kernels are available. Memory plans for GPUs replace this function on machines without GPUs."""
     return torch.cuda.is_available()
 
 
@@ -49,10 +47,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class SdpaAttention(MegatronModule):
-    """Causal grouped-query attention within packed rows, optionally with a sliding window.
-
-    [tokens, 1, heads, head_dim] -> [tokens, 1, heads * head_dim]. Context-parallel ranks gather keys and values.
-    """
+    """Causal grouped-query attention within packed rows, optionally with a sliding window: [tokens, 1, heads, head_dim] -> [tokens, 1,
+    heads * head_dim]. Context-parallel ranks gather keys and values."""
 
     def __init__(
         self,
@@ -92,7 +88,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention by torch's varlen_attn. In its `window_size`, -1 means all earlier tokens, 0 no later ones."""
+        """Flash attention. In varlen_attn's `window_size`, -1 means all earlier tokens, 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         key_starts = rows.starts if rows.key_starts is None else rows.key_starts
         sizes = rows.most_tokens, rows.most_keys
@@ -114,8 +110,8 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return the attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention needs no
-        mask."""
+        """Return the attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention
+        suffices."""
         windowed = self.looks_back is not None and self.looks_back + 1 < keys
         if size == keys and not windowed:
             return None

@@ -1,5 +1,3 @@
-"""Log-probs and entropy without storing large logits, and full distributions."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,17 +9,17 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Maximum number of logits kept for the backward pass (64 MiB in float32). If there are more, all are recomputed."""
+"""Maximum logits kept for the backward pass (64 MiB in float32); beyond, all are recomputed."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the targets' log-probs, and with `entropy` the entropy, of softmax(hidden @ weight.T / temperatures): both [N] float32,
+    """Compute log-probs of the targets and, with `entropy`, entropy of softmax(hidden @ weight.T / temperatures): both [N] float32,
     differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss. Each rank gets only the part of `hidden`'s
-    gradient that comes from its share of the vocabulary.
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss. A rank's gradient of `hidden` covers only its
+    share of the vocabulary.
     """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
@@ -72,7 +70,7 @@ class _LogProbs(torch.autograd.Function):
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
     """Compute log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank.
-    Tokens that `vocabulary` excludes from a truncated softmax get log-prob DROPPED (-1e4) and no gradient."""
+    Tokens outside a truncated softmax get DROPPED and no gradient."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

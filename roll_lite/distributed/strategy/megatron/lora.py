@@ -1,7 +1,8 @@
-"""LoRA: trainable matrices A and B beside frozen linear layers, as in PEFT (docs/lora.md).
+"""LoRA: trainable matrices A [rank, in] and B [out, rank] beside frozen linear layers, as in PEFT: W x + (alpha / rank) B A x
+(docs/lora.md).
 
-Output: W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Tensor parallelism shards B in column-parallel layers, A in
-row-parallel ones. Adapters of experts are replicated."""
+Tensor parallelism shards B in column-parallel layers, A in row-parallel ones. Adapters of experts are replicated.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """This tensor rank's shards of the LoRA matrices of one projection. B starts at zero."""
+    """This tensor rank's shards of one projection's LoRA matrices. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
         """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
@@ -57,8 +58,7 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each projection of the layer. `projections`: index in `rows` -> (name, matrices) of each adapted
-        projection."""
+        """`rows`: output size of each of the layer's projections. `projections`: index in `rows` -> (name, matrices) of adapted ones."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute the addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
+        """Return the addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -93,7 +93,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """Combine `low` (A x) over tensor ranks: in column-parallel layers, gather a sharded sequence; in row-parallel ones, sum."""
+        """Combine A x over tensor ranks: in column-parallel layers, gather a sharded sequence; in row-parallel ones, sum."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -170,5 +170,4 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:
-    """Sharded dimension of LoRA matrix A or B; None if replicated."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None

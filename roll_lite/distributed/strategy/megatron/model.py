@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel with own attention and value head. The output layer runs only at positions that a loss needs."""
+"""Megatron-Core's GPTModel with our attention and value head. The output layer runs only at positions that a loss needs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Rotary embedding lengths are rounded up to multiples of this, so that Megatron caches only a few."""
+"""Step of rotary embedding lengths: Megatron then caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    """Megatron's configuration, without weight initialization."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.layers,
@@ -96,8 +95,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 class RollModel(GPTModel):
-    """Pipeline stage or virtual-pipeline chunk. The last stage returns, at N requested positions, hidden states [N, hidden] or values
-    [N]."""
+    """Pipeline stage or virtual-pipeline chunk. The last returns, at N requested positions, hidden states [N, hidden] or values [N]."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH

@@ -20,21 +20,20 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Batch columns of the output layer: token ids of a truncated softmax, and softmax temperature."""
+"""Batch columns: token ids of a truncated softmax, and softmax temperature."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
     input_ids: torch.Tensor
-    """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch hold only this rank's part."""
+    """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch are this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N + E]: indices of tokens whose output is needed: N tokens with a result each and, if final values are requested, the last tokens of
-    E rows."""
+    """[N + E]: indices of the N tokens with a result and, if final values are requested, of the last tokens of E rows."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
-    """[E]: row number of each last token in `positions`; E = 0 if no final values are requested."""
+    """[E]: row number of each last token in `positions`; E = 0 without final values."""
     targets: torch.Tensor
     micro_batch: MicroBatch
     """Padded rows for the loss; empty on a rank that only takes part in collectives."""
@@ -52,8 +51,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the inputs of the plan's micro-batches. `columns`: columns that the loss reads; None: all. `ends`: also request results at
-    rows' last tokens. `experts`: None for dense models. `record`: record expert choices."""
+    """Build the inputs of the plan's micro-batches. `columns`: those that the loss reads; None: all. `ends`: also request results at rows'
+    last tokens. `experts`: None for dense models. `record`: record expert choices."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)
@@ -154,8 +153,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. In the backward pass, each rank gets its own
-    tokens' gradients."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank its own tokens'
+    gradients."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

@@ -1,7 +1,8 @@
 """Offload weights, gradients and optimizer state to the host.
 
-Offloading empties storages in place, so views stay valid after a load. Loads run on their own stream; `require` makes computation wait for
-a load. Host copies are reused until the state changes."""
+Offloading empties storages in place, so views stay valid. Loads run on their own stream; `require` makes computation wait for them. Host
+copies are reused until the state changes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """Host copy; None for gradients, which are dropped, and before the first offload."""
+    """None for gradients, which are dropped, and before the first offload."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -38,8 +39,8 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Free the groups' device memory. Returns bytes freed ("freed") and bytes copied to the host ("out"). Gradients, and state with a
-        valid host copy, are not copied."""
+        """Free the groups' device memory. Return bytes freed ("freed") and copied to the host ("out"): not gradients, nor state with a
+        valid copy."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -79,7 +80,7 @@ class StateMover:
         return [group for group in StateGroup if group not in self._away and any(True for _ in self._tensors(group))]
 
     def require(self, *groups: StateGroup) -> None:
-        """Make device work wait for background loads of these groups. AssertionError if a group is offloaded."""
+        """Make device work wait for background loads of these groups. AssertionError if one is offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -87,8 +88,7 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """Call `require`, then mark host copies as outdated, so that the next offload copies again. `trained_only`: copies of frozen
-        weights stay valid."""
+        """Call `require`, then mark host copies as outdated. `trained_only`: copies of frozen weights stay valid."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -109,7 +109,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Return storage address -> host copy. Storages are listed anew each time, because loading a checkpoint replaces them."""
+        """Return storage address -> host copy. Storages are listed anew each time: loading a checkpoint replaces them."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {
@@ -119,7 +119,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Return the group's storages. A storage shared by several groups belongs to the first of them, in StateGroup's order."""
+        """Return the group's storages. A shared one belongs to its first group in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

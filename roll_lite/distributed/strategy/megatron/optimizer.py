@@ -21,9 +21,9 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 FUSED_ON = ("cuda",)
-"""Device types on which torch's AdamW runs as one fused kernel. On others, its temporaries take 4 bytes per weight."""
+"""Device types on which torch's AdamW is one fused kernel. On others, its temporaries take 4 bytes per weight."""
 STRETCH = 4096
-"""Number of squares that a CPU sums in float32. The sums of such stretches are added in float64."""
+"""Number of squares that a CPU sums in float32; these sums are added in float64."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create Adam's moments before the first step, so that memory use is known and a checkpoint can be loaded."""
+        """Create Adam's moments before the first step: memory use is then known and a checkpoint can be loaded."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -79,7 +79,7 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """Return the state dict of an optimizer part that has no parameters on this rank, where Megatron's method fails."""
+        """Replace Megatron's method, which fails for a part without parameters on this rank."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
@@ -100,7 +100,7 @@ class Optimizer:
                     state["step"] = count.to(weight.device) if is_fused else count
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
-        """Yield the weights that the optimizer updates, each followed by its moments and step count."""
+        """Yield the trained weights, each followed by its moments and step count."""
         for part in self.parts:
             for weight in part.get_parameters():
                 yield weight
@@ -129,8 +129,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Return (gradient norm of the whole model, whether all ranks' losses are finite). `is_finite`: whether this rank's loss is finite.
-        Collective."""
+        """Return (gradient norm of the whole model, whether all ranks' losses are finite). `is_finite`: this rank's loss. Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -183,7 +182,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make Megatron use torch's Adam in this process instead of Transformer Engine's or Apex's, which update on the device."""
+    """Make Megatron use torch's Adam instead of Transformer Engine's or Apex's, which update on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
 
@@ -195,7 +194,7 @@ class Staged:
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step`: moments and update are on the host, and copies overlap with updates."""
+    """Replacement of torch AdamW's `step`: moments and update on the host; copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

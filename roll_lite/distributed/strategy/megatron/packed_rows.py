@@ -13,14 +13,11 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of this rank's packed tokens: each token's row, position and attended tokens.
-
-    Replaces Megatron's PackedSeqParams.
-    """
+    """Layout of this rank's packed tokens: each token's row, position and attended tokens. Replaces Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Run-length encoded pieces. A piece is a row or, with context parallelism, a part of a row on this rank. Each entry: (number of
-    adjacent pieces of the same sizes, tokens per piece, tokens that a piece's last token attends to)."""
+    """Run-length encoded pieces, which are rows or, with context parallelism, this rank's parts of rows: (number of adjacent equal pieces,
+    tokens per piece, tokens that a piece's last token attends to)."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -31,18 +28,17 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: the tokens that each piece (see `runs`) attends to, one piece after the other, as indices into the gathered tokens of
-    all context-parallel ranks. None without context parallelism."""
+    """[total] int64: the tokens that each piece attends to, piece by piece, as indices into the gathered tokens of all context-parallel
+    ranks. None without context parallelism."""
     key_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: index in `key_index` where the attended tokens of each piece (see `runs`) start, then the length of
-    `key_index`."""
+    """[pieces + 1] int32: start of each piece's tokens in `key_index`, then its length."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """Layout without context parallelism. `lengths`: row lengths. `padding`: the last row is padding."""
+        """`padding`: the last row is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -81,7 +77,7 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end, which
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end: this
     balances causal attention."""
 
     tokens: int
@@ -94,7 +90,6 @@ class ContextCut:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """(start, end) of this rank's two parts."""
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -123,8 +118,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows. Returns (this rank's token ids, layout, split over context-parallel ranks). A row of padding is added if needed to reach a
-    multiple of `tokens_divisor`."""
+    """Pack rows, with a row of padding up to a multiple of `tokens_divisor`. Return (this rank's token ids, layout, split over
+    context-parallel ranks)."""
     missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

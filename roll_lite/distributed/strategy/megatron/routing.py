@@ -1,5 +1,3 @@
-"""Record expert choices (routes), and replay them in other forward passes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -17,11 +15,8 @@ REPLAYED = ("old_experts", "rollout_experts")
 
 @dataclass(frozen=True)
 class Routes:
-    """Expert choices of this rank's tokens in a micro-batch.
-
-    They travel with the micro-batch: layers may be recomputed, and pipeline stages interleave micro-batches, which Megatron's RouterReplay
-    does not support.
-    """
+    """Expert choices of this rank's tokens in a micro-batch. They travel with it: layers may be recomputed and pipeline stages interleave
+    micro-batches, which Megatron's RouterReplay does not support."""
 
     places: torch.Tensor
     """[tokens] int64: index of each of this rank's tokens in the whole micro-batch."""
@@ -30,7 +25,7 @@ class Routes:
     given: torch.Tensor | None = None
     """Expert ids to replay [tokens, expert layers, experts per token] int16; the router chooses where -1."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes: expert layer -> expert ids [tokens, experts per token] int16. None: do not record."""
+    """Recorded routes: expert layer -> ids [tokens, experts per token] int16. None: do not record."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
@@ -50,8 +45,8 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]: replayed ids where given. Scores always come from the router, so
-        that it gets gradients."""
+        """Return (scores, expert ids), both [tokens, experts per token]. Scores come from the router even for replayed ids: it gets
+        gradients."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -61,7 +56,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Return two counts: replayed choices, and replayed choices that differ from the router's own."""
+        """Return the numbers of replayed choices, and of those that differ from the router's own."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

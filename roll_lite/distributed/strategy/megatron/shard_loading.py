@@ -1,5 +1,5 @@
-"""Load the distributed optimizer's state. Each rank reads only those rows of a stored tensor that contain entries of its own shard;
-Megatron-Core 0.16 would read whole tensors."""
+"""Load the distributed optimizer's state. Each rank reads only the rows of a stored tensor that its shard needs; Megatron-Core 0.16 would
+read whole tensors."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight. Returns state name ("param", "exp_avg", "exp_avg_sq") -> flat
-        tensors to be joined. Adds what must be read to `wanted`: stored name -> tensors."""
+        """Allocate optimizer state for this rank's entries of a weight. Return state name -> flat tensors to join; add stored name ->
+        tensors to read to `wanted`."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -77,8 +77,7 @@ class ShardReader:
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
         """Allocate memory for the rows of the stored tensor `key` that contain entries `start` to `end` of `piece`, this rank's flattened
-        shard. Returns (ShardedTensor of these rows to read into, view of just these entries). Vocabulary padding is not stored and stays
-        zero."""
+        shard. Return (ShardedTensor of these rows, view of just these entries). Vocabulary padding is not stored and stays zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -116,7 +115,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Return the checkpoint's key of a weight's optimizer tensor. `name`: "param" or a moment. None for "param" of float32 models."""
+    """Return the checkpoint's key of a weight's "param" or moment. None for "param" of float32 models."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

@@ -1,5 +1,3 @@
-"""Train Hugging Face models with Megatron-Core, on GPUs or, with gloo, on CPUs."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -68,11 +66,11 @@ from roll_lite.models.model_files import weight_shapes
 AVERAGE_FOLDER = "ema"
 """Checkpoint folder with the weights' moving average, a float32 model."""
 LOSS = ""
-"""Key of the loss among the summed metrics."""
 
 
 class MegatronStrategy(TrainStrategy):
-    """TrainStrategy on Megatron-Core. Needs RANK and WORLD_SIZE (on GPUs also LOCAL_RANK) and an initialized torch.distributed."""
+    """TrainStrategy on Megatron-Core: GPUs or, with gloo, CPUs. Needs RANK and WORLD_SIZE (on GPUs also LOCAL_RANK) and an initialized
+    torch.distributed."""
 
     layout: RankLayout
 
@@ -308,8 +306,7 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return the state that `copy_state` saves: byte views of all tensors, and dicts with learning rates and step counts. The
-        configuration fixes their order."""
+        """Return byte views of all tensors, and dicts with learning rates and step counts. The configuration fixes their order."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:
@@ -321,10 +318,8 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Moving average of the weights that this rank exports, on the host in float32: bfloat16 would round small updates to 0.
-
-    An update runs in a thread, beside passes and transfers, which only read the weights. Before they change, `wait`.
-    """
+    """Moving average of the weights that this rank exports, on the host in float32: bfloat16 would round small updates to 0. An update runs
+    in a thread beside passes and transfers; `wait` before weights change."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay
@@ -335,13 +330,12 @@ class WeightAverage:
 
     @property
     def means(self) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
-        """Weight -> average."""
         self.wait()
         return self._means
 
     @property
     def bindings(self) -> list[Binding]:
-        """Bindings whose parameters are the averages, to load averages from a checkpoint."""
+        """Bindings to the averages, to load them from a checkpoint."""
         return [replace(binding, parameter=self.means[binding.parameter]) for binding in self._bindings]
 
     def update(self) -> None:
@@ -353,7 +347,6 @@ class WeightAverage:
         self._update = self._thread.submit(self._take_weights, stream)
 
     def wait(self) -> None:
-        """Wait until the last update is done."""
         update, self._update = self._update, None
         if update is not None:
             update.result()

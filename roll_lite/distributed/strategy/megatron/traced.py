@@ -49,20 +49,16 @@ class RankMemory:
     training: int = 0
     """Peak in forward and backward."""
     update: int = 0
-    """Peak in the optimizer step."""
     forward: int = 0
     """Peak in a pass without gradients."""
     inputs: int = 0
-    """Input tensors of one micro-batch: token ids, packing layout, masks and other data columns. During a pass, the inputs of all its
-    micro-batches are in memory."""
+    """Input tensors of one micro-batch. A pass holds those of all its micro-batches."""
     kv_cache: int = 0
     send_buffers: int = 0
-    """Kept between weight updates, also if the role is offloaded."""
+    """Kept between weight updates, even if the role is offloaded."""
 
 
 class StorageMeter(TorchDispatchMode):
-    """Current and peak bytes of living tensor storages."""
-
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
@@ -124,7 +120,7 @@ class _TracedStrategy(MegatronStrategy):
         return RankMemory(*self.state(), kept, training, meter.since(base), forward)
 
     def _loss(self, given: ModelInput, loss_fn: LossFn, outputs: Sequence[str]) -> torch.Tensor:
-        """Run this rank's layers. Returns the loss, or the hidden state for the next stage."""
+        """Run this rank's layers. Return the loss, or the hidden state for the next stage."""
         hidden: Any = None
         for chunk in self._chunks:
             inner = chunk if self._optimizer is None else chunk.module
@@ -147,8 +143,7 @@ def trace(
     outputs: Sequence[str],
     on_gpu: bool,
 ) -> RankMemory:
-    """Measure one rank of a pipeline stage. `config`: the model's config.json. `batch`: rows of one micro-batch. `on_gpu`: use GPU
-    kernels."""
+    """Measure one rank of a pipeline stage. `config`: the model's config.json. `batch`: rows of one micro-batch."""
     rank = stage * devices // getattr(spec.strategy, "pipeline_parallel", 1)
     with tempfile.TemporaryDirectory() as folder, _alone(devices, rank, on_gpu):
         (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
@@ -183,7 +178,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Send equally many tokens to every expert, since fake tensors have no counts."""
+        """Send equally many tokens to every expert: fake tensors have no counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 

@@ -14,14 +14,14 @@ FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike with -inf, the difference of two is not NaN."""
+"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
     """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax at N positions.
 
-    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: token ids that a truncated softmax
-    keeps besides the target, padded with -1. The softmax is not truncated if `kept` is None, or in a row of only -1.
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
+    besides the target, padded with -1; a row of only -1, or None, means no truncation.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Vocabulary:
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield (block, logits [N, words]), -inf for words outside a truncated softmax. The caller may overwrite the logits."""
+        """Yield (block, logits [N, words]), -inf outside a truncated softmax. The caller may overwrite the logits."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:
@@ -70,7 +70,7 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors [N, 1]: each target's column index in the block (0 if it lies outside), and whether it lies inside."""
+        """Return [N, 1]: each target's column in the block (0 if outside), and whether it is inside."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
@@ -86,8 +86,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] from which log-probs and entropy follow: of exp(z) and of exp(z) * z over the whole vocabulary, with z = logit / temperature
-    - its maximum. Added up block by block, then over ranks."""
+    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, with z = logit / temperature - its maximum. Added up block by block, then over
+    ranks."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -124,8 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of the hidden states and the output weight, collected block by block; None if not needed. The former is a partial sum, from
-    this rank's vocabulary shard only."""
+    """Gradients of hidden states and output weight, collected block by block; None if not needed. That of hidden states is a partial sum,
+    from this rank's vocabulary shard."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

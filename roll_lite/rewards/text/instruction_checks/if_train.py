@@ -13,7 +13,7 @@ FEWEST_LETTERS = 3
 
 
 def repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """Check for exactly `small_n` copies of the phrase. In each copy, which lies within one line, exactly one inner word is replaced."""
+    """Check for exactly `small_n` copies of the phrase, each within one line and with exactly one inner word replaced."""
     wanted = phrase.split()
     if len(wanted) < 3:
         raise ValueError(f"phrase must have at least three words, got {phrase!r}")
@@ -38,8 +38,8 @@ def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Check that the response copies the prompt's characters n_start to n_end, ignoring case. The last character may be missing, as in the
-    data set's own check."""
+    """Check that the response is the prompt's characters n_start to n_end, ignoring case. The last one may be missing, as in the data set's
+    own check."""
     return response.strip().lower() in [prompt_to_repeat[n_start:end].strip().lower() for end in (n_end, n_end + 1)]
 
 

@@ -63,7 +63,7 @@ def sentence_words(response: str) -> bool:
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """Check that the share of the response's distinct character trigrams found in `reference_text` is `percentage`, within OVERLAP_OFF
+    """Check that the percentage of the response's distinct character trigrams found in `reference_text` is `percentage`, within OVERLAP_OFF
     points."""
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= OVERLAP_OFF
@@ -167,7 +167,7 @@ def sub_bullets(response: str) -> bool:
 
 
 def no_bullets_bullets(response: str) -> bool:
-    """Check for two or more sentences, followed only by two or more lines that begin with *."""
+    """Check for two or more sentences, followed by two or more lines that begin with *."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     first = next((place for place, line in enumerate(lines) if line.startswith("*")), len(lines))
     return marks("\n".join(lines[:first]))[0] >= 2 and len(lines) - first >= 2 and all(line.startswith("*") for line in lines[first:])
@@ -253,7 +253,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """Check that at least 52 lines, from the line with Zimbabwe on, are distinct and in reverse alphabetical order."""
+    """Check that at least 52 lines, from the line with Zimbabwe on, are in reverse alphabetical order, without repetition."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)

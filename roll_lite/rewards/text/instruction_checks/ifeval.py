@@ -17,7 +17,6 @@ AROUND = 0.1
 
 
 def satisfies(count: int, relation: str, number: int, off: int | None = None) -> bool:
-    """True if `count` is "at least", "less than", "at most" or "around" `number`. `off`: tolerance of "around"."""
     off = max(round(number * AROUND), 1) if off is None else off
     around = abs(count - number) <= off
     return {"at least": count >= number, "less than": count < number, "at most": count <= number, "around": around}[relation]
@@ -32,7 +31,7 @@ def existence(response: str, keywords: list[str]) -> bool:
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
-    """True if the response is in `language`. `without_letters`: result for text without letters (True in the original IFEval)."""
+    """True if the response is in `language`. `without_letters`: result for text without letters."""
     detector = _detector()
     try:
         return str(detector.detect(response)) == language

@@ -15,7 +15,7 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""Modules that appear as not installed, so that SGLang does not import all of vLLM."""
+"""Modules that appear as not installed: SGLang would import all of vLLM."""
 _LOW = 0xFFFFFFFF
 
 
@@ -24,7 +24,7 @@ class _Anything:
 
 
 class _StandIn(ModuleType):
-    """Dummy module in which every name exists: capitalized names are classes, other names are modules usable as decorators."""
+    """Dummy module in which every name exists: capitalized ones are classes, others are modules usable as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton then finds no active driver
@@ -34,7 +34,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Act as decorator, `@triton.jit` or `@triton.jit(...)`, that returns the kernel unchanged."""
+        """Act as decorator, `@triton.jit` or `@triton.jit(...)`."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,7 +81,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Install the dummies, once, before importing SGLang."""
+    """Install the dummies, before importing SGLang."""
     global _library
     if torch.cuda.is_available():
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")

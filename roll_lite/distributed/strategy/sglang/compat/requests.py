@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Number of prompt tokens that are decoded together with the response's first tokens: a token's text may depend on earlier tokens."""
+"""Prompt tokens decoded together with the response's first tokens: a token's text may depend on earlier ones."""
 _INCOMPLETE = "\ufffd"
-"""Decoded form of an incomplete character."""
 
 
 def generate_input(request: GenerationRequest, rid: str, max_model_len: int, vocabulary: int, experts: bool = False) -> GenerateReqInput:
-    """Build SGLang's request. `rid`: request id. It must not be a prefix of another id, because SGLang aborts by prefix. `experts`: ask for
-    expert choices."""
+    """Build SGLang's request. `rid` must not be a prefix of another id: SGLang aborts by prefix. `experts`: ask for expert choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -50,9 +48,8 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Convert sampling parameters.
 
-    SGLang takes top_k 1 as greedy decoding, and then reports log-probs without truncation. Sampling with top_k 1, whose log-prob must be 0,
-    is requested as min_p 1 instead. To report which tokens truncation kept, SGLang needs a top_k; if none is set, it is the vocabulary
-    size.
+    SGLang takes top_k 1 as greedy decoding, and reports log-probs without truncation. Sampling with top_k 1, whose log-prob must be 0, is
+    requested as min_p 1 instead. To report which tokens truncation kept, SGLang needs a top_k: if none is set, the vocabulary size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:
@@ -72,8 +69,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens from index `first` that SGLang has reported (it reports every 50 tokens), without the newest; None if there are
-    none. `version`: weight version that generated them."""
+    """Return the tokens from index `first` that SGLang has reported (it does every 50 tokens), without the newest. `version`: weight
+    version that generated them."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -126,7 +123,7 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last token; special tokens have no
+    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last one; special tokens have no
     text."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], overlap: int = 0) -> None:
@@ -142,7 +139,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens generated so far; negative while tokens of the resumed response are added."""
+        """Tokens generated so far; negative while a resumed response's tokens are added."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

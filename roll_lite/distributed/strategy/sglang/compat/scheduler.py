@@ -122,7 +122,7 @@ class RolloutScheduler(Scheduler):
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Return an empty state: liveness checks call this every second, and SGLang's own method collects all settings."""
+        """Return an empty state: liveness checks call this every second, and SGLang's method collects all settings."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
@@ -133,7 +133,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests and report all their tokens. For re-queued requests, SGLang would report only streamed tokens."""
+        """Abort requests and report all their tokens; for re-queued ones, SGLang reports only streamed tokens."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -165,7 +165,7 @@ class RolloutSampler(Sampler):
 
 
 def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Truncate probabilities [rows, vocabulary] in place by min_p, then top_k (with ties), then top_p; renormalize the rest."""
+    """Truncate probabilities [rows, vocabulary] in place by min_p, then top_k (with ties), then top_p; renormalize."""
     columns = probs.shape[-1]
     probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
     ordered, order = probs.sort(-1, descending=True)
@@ -182,7 +182,7 @@ def take_seeds_where_given() -> None:
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:
-        """Random seeds, one per row, equal on all workers."""
+        """Random seeds, equal on all workers."""
         return torch.randint(2**62, (len(info),), device=info.device)
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
@@ -203,7 +203,7 @@ def take_seeds_where_given() -> None:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """Count a request's tokens for min_tokens from its start. SGLang's own count restarts at 0 when a request is re-queued."""
+    """Count tokens for min_tokens from the request's start. SGLang restarts at 0 when a request is re-queued."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -231,7 +231,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """Remove the zeros with which SGLang pads weights on a CPU. RuntimeError if they are not zero. `shape`: without padding."""
+    """Remove the zeros with which SGLang pads weights on a CPU; RuntimeError if they are not zero. `shape`: without padding."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -250,7 +250,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native expert code to this worker's experts. Other experts have id -1, which that code would use as an index."""
+    """Restrict SGLang's native expert code to this worker's experts. Others have id -1, which that code would use as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -1,6 +1,7 @@
 """Run an SGLang engine in a separate process: an exception in SGLang's scheduler kills all parent processes.
 
-Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor."""
+Run as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD: the channel's file descriptor.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request: SGLang then reports the tokens' weight versions only at the end."""
+    """True once weights have changed during the request: SGLang reports the tokens' weight versions only at the end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or the request has ended."""
 
@@ -167,7 +168,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Send a request to SGLang's scheduler, then set `dispatched`, for which an abort of the request waits."""
+        """Send a request to SGLang's scheduler, then set `dispatched`, for which an abort waits."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -230,7 +231,7 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Clear the KV cache and set the weight version. Only for a paused scheduler."""
+        """Clear the KV cache and set the weight version, in a paused scheduler."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True

@@ -59,7 +59,6 @@ OWN_ARGUMENTS = (
     "lora_use_virtual_experts",
     "lora_drain_wait_threshold",
 )
-"""Engine arguments that roll_lite sets itself."""
 
 SETTINGS = {
     "max_running_requests": "max_running_requests",
@@ -72,7 +71,7 @@ SETTINGS = {
 }
 """Engine argument -> strategy key to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Where SGLang declares its engine arguments: (file pattern, class name or None for all classes)."""
+"""Where SGLang declares its engine arguments: (file pattern, class name or None for all)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
@@ -167,8 +166,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """Raise ValueError if the longest request does not fit into the KV cache of `cache_tokens`: SGLang would cut its response. SGLang keeps
-    one page and one token free."""
+    """ValueError if the longest request does not fit into the KV cache: SGLang would cut its response. SGLang keeps one page and one token
+    free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -185,7 +184,6 @@ def check_cache(
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    """KV cache bytes per token and device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)

@@ -38,7 +38,7 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Return engine arguments. Those of a multi-node engine's nodes differ only in the node's number."""
+    """Return engine arguments; on a multi-node engine's nodes, they differ only in the node's number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -74,8 +74,8 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine, or the first node's part of a multi-node engine. Once the engine is dead, vLLM's calls other than `generate` and `abort`
-    never return."""
+    """vLLM engine, or the first node's part of a multi-node one. Once it is dead, vLLM's calls except `generate` and `abort` never
+    return."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -152,8 +152,8 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Return the number of likeliest tokens whose log-probs are requested per position, to find the tokens that truncated sampling kept
-        (`kept_ids`). 0 for greedy decoding; None if the request does not ask for kept_ids (`keep_mask`)."""
+        """Return the number of likeliest tokens whose log-probs are requested, to find `kept_ids`: 0 for greedy decoding, None without
+        `keep_mask`."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -197,10 +197,8 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by worker calls, since vLLM's `wake_up` would resume a paused engine.
-
-        vLLM cannot offload weights alone: with `cache_stays`, the cache is dropped and allocated again. On a CPU only the cache is
-        freed."""
+        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with `cache_stays`,
+        the cache is dropped and allocated again. On a CPU only the cache is freed."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()

@@ -1,6 +1,5 @@
-"""Run vLLM's OpenAI-compatible server for a judge model in a separate process, which ends with the process that started it.
-
-Run as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session."""
+"""Run vLLM's OpenAI-compatible server for a judge model in a separate process, which ends with its starter: `python -m
+roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS` in its own session."""
 
 from __future__ import annotations
 
@@ -17,12 +16,11 @@ from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tok
 from roll_lite.models.hf_config import read_model_shape
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
-"""Server arguments that roll_lite sets itself."""
 SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
-    """Return the server's command line. `name`: model name in requests."""
+    """`name`: model name in requests."""
     check_version()
     for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
         sys.stderr.write(f"judges.{name}: {note}\n")

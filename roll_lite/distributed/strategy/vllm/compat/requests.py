@@ -34,7 +34,7 @@ def adapters_request() -> LoRARequest:
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """Build vLLM's sampling parameters. `alternatives`: number of likeliest tokens whose log-probs are returned."""
+    """`alternatives`: number of likeliest tokens whose log-probs are returned."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -102,13 +102,12 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Return the number of accepted draft tokens in a response of `length` tokens. `steps[n]`: number of steps that accepted n tokens. At
-    most length - 1 are counted, since the last step may accept tokens after the response's end."""
+    """Return the number of accepted draft tokens. `steps[n]`: steps that accepted n tokens. At most length - 1: the last step may accept
+    tokens after the response's end."""
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 
 def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) -> Completion | None:
-    """Return the tokens since the last report, without the newest."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     first = flight.reported
     found = state.logprobs_processor.logprobs
@@ -140,8 +139,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in the earlier tokens of a resumed response. These tokens end the prompt, and the detokenizer
-    starts with them."""
+    """Make vLLM find stop strings that begin in a resumed response's earlier tokens. These end the prompt, and the detokenizer starts with
+    them."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

@@ -54,7 +54,6 @@ OWN_ARGUMENTS = (
     "enable_moe_shared_loras",
     "max_lora_cls_labels",
 )
-"""Engine arguments that roll_lite sets itself."""
 
 SETTINGS = {
     "max_num_seqs": "max_running_requests",

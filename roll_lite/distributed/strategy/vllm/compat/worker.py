@@ -35,7 +35,6 @@ def _layers() -> Layers:
 
 
 def _all_say(mine: bool) -> bool:
-    """Return True if all workers of the engine pass True (collective)."""
     group = get_tp_group()
     if group.world_size == 1:
         return mine
@@ -63,7 +62,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters. `shapes`: PEFT name -> shape. `rank`: LoRA rank."""
+        """Make later weight updates carry LoRA adapters. `shapes`: PEFT name -> shape."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -112,7 +111,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_drop_cache(self) -> None:
-        """Free the KV cache on a CPU, where vLLM frees nothing. `roll_lite_make_cache` restores its tensors."""
+        """Free the KV cache on a CPU, where vLLM frees nothing. `roll_lite_make_cache` restores it."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
         self.roll_lite_dropped = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
@@ -159,7 +158,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM choose its expert kernel as without LoRA. Engines get no expert adapters, only adapters of other layers."""
+    """Make vLLM choose its expert kernel as without LoRA: engines get no expert adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -188,7 +187,7 @@ def _pack_lm_head_again(model: torch.nn.Module) -> None:
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop expert kernels, so that vLLM's reload rebuilds them with the new weights."""
+    """Drop expert kernels: vLLM's reload then rebuilds them with the new weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -210,7 +209,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing. Packing permutes each expert's entries; the permutation is found by packing row and column numbers, digit by digit."""
+    """Undo packing, a permutation of each expert's entries, found by packing row and column numbers, digit by digit."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
@@ -225,7 +224,6 @@ def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
-    """Kill this worker and vLLM's engine process when the host is gone."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 
