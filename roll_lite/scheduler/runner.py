@@ -31,7 +31,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.flight import RequestFailed
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.stats import Recorder
-from roll_lite.scheduler.unfinished import SavedSample, Unfinished
+from roll_lite.scheduler.unfinished import SavedSample, SavedTurn, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 """Generate a response, or continue the given one."""
@@ -66,10 +66,19 @@ class Conversation:
     otherwise, starts a new row: each response trains in exactly one row.
     """
 
-    __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
-    def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None, wants_ids: bool = False) -> None:
-        """Continue the partial first response `so_far`, if given. `wants_ids`: return token ids of responses."""
+    def __init__(
+        self,
+        ask: Ask,
+        request_id: str,
+        sampling: Sampling,
+        so_far: Turn | None = None,
+        wants_ids: bool = False,
+        saved: Sequence[SavedTurn] = (),
+    ) -> None:
+        """Continue the partial first response `so_far`, if given. `wants_ids`: return token ids of responses. `saved`: responses to give to
+        the same requests again."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -77,6 +86,8 @@ class Conversation:
         self._wants_ids = wants_ids
         self._rows: list[_Row] = []
         self._turns: dict[int, tuple[_Row, Turn]] = {}
+        self._saved = {one.number: one for one in saved}
+        self._kept: list[SavedTurn] = []
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -92,7 +103,7 @@ class Conversation:
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
         try:
             so_far, self._so_far = self._so_far, None
-            turn = await self._ask(request, so_far)
+            turn = self._saved_turn(request, number, after) or await self._ask(request, so_far)
         except RequestFailed as failure:
             if failure.partial is not None:
                 row.add(author, len(token_ids), number, failure.partial)
@@ -100,7 +111,21 @@ class Conversation:
             raise
         row.add(author, len(token_ids), number, turn)
         self._turns[number] = row, turn
+        if self._wants_ids and turn.tokens is not None:
+            self._kept.append(SavedTurn(number, after, request.prompt_ids, turn))
         return turn
+
+    def _saved_turn(self, request: GenerationRequest, number: int, after: int | None) -> Turn | None:
+        """Return the saved response to the same request. After a request that differs, the saved responses are of no use."""
+        saved = self._saved.pop(number, None)
+        if saved is not None and (saved.after, saved.token_ids) == (after, request.prompt_ids):
+            return saved.turn
+        self._saved.clear()
+        return None
+
+    def saved(self) -> tuple[SavedTurn, ...]:
+        """Return the responses so far of an episode, and those that it has not asked for again after a resume."""
+        return (*self._kept, *self._saved.values())
 
     def _row(self, after: int | None) -> _Row:
         if after is None:
@@ -234,14 +259,14 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """Return a running sample's checkpoint state. None without tokens, or while an environment plays its episode, which a resumed run
-        starts again."""
+        """Return a running sample's checkpoint state; None without tokens."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 
-    def _first_response(self, attempt: int, conversation: Conversation) -> Unfinished | None:
-        if self._episode is not one_response:
-            return None  # the environment's state is not saved: the episode starts again
+    def _responses(self, attempt: int, conversation: Conversation) -> Unfinished | None:
+        if self._episode is not one_response:  # an environment's state cannot be saved, but it can be played again
+            turns = conversation.saved()
+            return Unfinished(SavedSample(attempt, Transcript(), turns=turns)) if turns else None
         flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
@@ -255,14 +280,14 @@ class SampleRunner:
             before = saved.attempt
             if saved.outcome is not None:
                 return saved.sample(replace(first, attempt=before), prompt)
-            if saved.response is None:
+            if saved.response is None and not saved.turns:
                 return await self._scored(replace(first, attempt=before), prompt, saved.transcript, asked)
         attempt, tries, lost = before, max(1, self._retries + 1 - before), 0
         while True:
             sample_id = replace(first, attempt=attempt) if attempt else first
             conversation = self._conversation(sample_id, sampling, saved)
             saved = None
-            self._reached[first.group, first.index] = partial(self._first_response, attempt, conversation)
+            self._reached[first.group, first.index] = partial(self._responses, attempt, conversation)
             try:
                 await self._episode(prompt, conversation)
                 return await self._scored(sample_id, prompt, conversation.transcript(), asked)
@@ -286,8 +311,8 @@ class SampleRunner:
     def _conversation(self, sample_id: SampleId, sampling: Sampling, saved: SavedSample | None) -> Conversation:
         seed = self._seeds(sample_id)
         seeded = sampling if seed is None else replace(sampling, seed=seed)
-        so_far = None if saved is None else saved.response
-        return Conversation(self._generate, sample_id.request_id(), seeded, so_far, self._episode is not one_response)
+        so_far, turns = (None, ()) if saved is None else (saved.response, saved.turns)
+        return Conversation(self._generate, sample_id.request_id(), seeded, so_far, self._episode is not one_response, turns)
 
     async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
         generated = asyncio.get_running_loop().time()

@@ -23,6 +23,16 @@ from roll_lite.data.samples import (
 
 
 @dataclass(frozen=True)
+class SavedTurn:
+    """Response in an unfinished episode. `token_ids`: the new tokens that it answers; `after`: number of the response that they follow."""
+
+    number: int
+    after: int | None
+    token_ids: tuple[int, ...]
+    turn: Turn
+
+
+@dataclass(frozen=True)
 class SavedSample:
     """State of a sample at a checkpoint: its tokens so far, and its score if complete."""
 
@@ -33,6 +43,8 @@ class SavedSample:
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
+    turns: tuple[SavedTurn, ...] = ()
+    """Responses so far of an unfinished episode. It is played again with them, as long as the environment asks for the same."""
 
     @staticmethod
     def of(sample: Sample) -> SavedSample:

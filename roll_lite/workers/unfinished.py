@@ -11,13 +11,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from pydantic import TypeAdapter
 
 from roll_lite.data.columns_file import as_table
 from roll_lite.data.dumps import Fetch, column_of
 from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import to_numpy
 from roll_lite.data.samples import TokenRow
-from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
+from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_record, token_block
 
 
@@ -46,7 +48,7 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
-    rows = [row.tokens for row in one.sample.transcript.rows]
+    rows = [saved.turn.tokens for saved in one.sample.turns] or [row.tokens for row in one.sample.transcript.rows]
     if one.parts and one.request is not None:
         rows = [one.request.context, *one.parts]
     return [row for row in rows if row is not None]
@@ -59,6 +61,9 @@ def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[T
 
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
+    if sample.turns:
+        turns = (replace(saved, turn=saved.turn._replace(tokens=own, ids=b"")) for saved, own in zip(sample.turns, tokens, strict=True))
+        return replace(sample, turns=tuple(turns))
     first, *others = tokens
     branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
     return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))
@@ -72,12 +77,21 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
     if {"group", "index", "sample", *names} != set(table.column_names):
         return {}
     block = DataProto({name: column_of(name, table[name].combine_chunks()) for name in names})
-    reference, lengths = store(block), block.ragged("input_ids").lengths.tolist()
+    reference, token_ids = store(block), block.ragged("input_ids")
+    lengths = token_ids.lengths.tolist()
     adapter = TypeAdapter(SavedSample)
     saved: dict[int, dict[int, SavedSample]] = {}
     names = table.select(["group", "index", "sample"]).to_pylist()
     starts = [row for row, one in enumerate(names) if one["sample"] is not None]  # a sample's further rows follow its first one
     for start, end in pairwise([*starts, len(names)]):
         one, tokens = names[start], [TokenRow(reference, row, lengths[row]) for row in range(start, end)]
-        saved.setdefault(one["group"], {})[one["index"]] = _with_tokens(adapter.validate_python(json.loads(one["sample"])), tokens)
+        sample = _with_tokens(adapter.validate_python(json.loads(one["sample"])), tokens)
+        turns = tuple(_with_ids(saved, token_ids.row(start + number)) for number, saved in enumerate(sample.turns))
+        saved.setdefault(one["group"], {})[one["index"]] = replace(sample, turns=turns)
     return saved
+
+
+def _with_ids(saved: SavedTurn, row: torch.Tensor) -> SavedTurn:
+    """`row`: token ids up to the end of the response."""
+    response = row[len(row) - saved.turn.length :]
+    return replace(saved, turn=saved.turn._replace(ids=to_numpy(response.to(torch.int32)).tobytes()))

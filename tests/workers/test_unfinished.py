@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from scheduler_support import TimedReward, make_domain, make_service, tokens_of
 from support_scripted import Response, ScriptedEngine
 
@@ -19,6 +20,7 @@ from roll_lite.data.samples import (
     EpisodeRecord,
     FinishReason,
     GenerationRequest,
+    Prompt,
     SampleOutcome,
     Score,
     Segment,
@@ -26,6 +28,7 @@ from roll_lite.data.samples import (
     Transcript,
     VersionSpan,
 )
+from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import Asynchronous
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
@@ -185,6 +188,89 @@ def test_samples_are_saved_again_before_and_after_their_group_is_taken_up() -> N
     lengths = [[one[2][1].transcript.response_length for one in (saved, at_once, under_way, handed_out)]][0]
     assert lengths == sorted(lengths) and lengths[0] == lengths[1] < lengths[2] < lengths[3] == LONG
     assert record(under_way[2][1]).ids[: PROMPT + lengths[0]].tolist() == record(saved[2][1]).ids.tolist()
+
+
+TURNS, TURN, OBSERVED = 4, 15, (90, 91)
+
+
+def talk(observed: tuple[int, ...] = OBSERVED) -> Episode:
+    """Episodes of TURNS responses. `observed`: what the environment says after the first response; after others, OBSERVED."""
+
+    async def episode(prompt: Prompt, conversation: Conversation) -> None:
+        turn = await conversation.respond(prompt.token_ids)
+        for number in range(1, TURNS):
+            said = np.frombuffer(turn.ids, np.int32).tolist()[:1]
+            turn = await conversation.respond((*(observed if number == 1 else OBSERVED), *said), number, number - 1)
+
+    return episode
+
+
+def talking(episode: Episode) -> tuple[RolloutService, ScriptedEngine]:
+    """One second per token, and half of it in the first batch. Sample 0 ends sooner."""
+
+    def script(request: GenerationRequest) -> Response:
+        group, index = request.request_id.split("/")[3:5]
+        return Response(TURN, (0.5 if group in "01" else 1.0) * (0.5 if index == "0" else 1.0))
+
+    domain = make_domain("a", samples=2, episode=episode, max_tokens=1000)
+    service, _, engines = make_service([domain], [script], supply=Asynchronous(1), batches=9)
+    return service, engines[0]
+
+
+def stopped_episodes() -> tuple[dict[str, Any], SavedGroups]:
+    async def main() -> tuple[dict[str, Any], SavedGroups]:
+        service, _ = talking(talk())
+        await service.next_batch(2)
+        await asyncio.sleep(5.0)
+        state = state_of(service)
+        saved = saved_by(service, state)
+        service.close()
+        return state, saved
+
+    return run_virtual(main())
+
+
+def resumed_episodes(state: dict[str, Any], saved: SavedGroups, episode: Episode) -> tuple[RolloutResult, list[GenerationRequest]]:
+    async def main() -> tuple[RolloutResult, list[GenerationRequest]]:
+        service, engine = talking(episode)
+        asked: list[GenerationRequest] = []
+        generate = engine.generate
+
+        def noted(request: GenerationRequest, *further: Any) -> Any:
+            asked.append(request)
+            return generate(request, *further)
+
+        cast(Any, engine).generate = noted
+        service.load_state_dict(state, saved)
+        again = saved_by(service, state)
+        assert {number: set(group) for number, group in again.items()} == {number: set(group) for number, group in saved.items()}
+        return await service.next_batch(2), asked
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_turns_of_an_episode_are_not_generated_again_unless_the_environment_says_something_else(differs: bool) -> None:
+    state, saved = stopped_episodes()
+    long = saved[2][1]
+    assert long.outcome is None and [(one.number, one.after) for one in long.turns] == [(0, None), (1, 0)], "in its third turn"
+    last = long.turns[-1].turn.tokens
+    assert last is not None
+    before = TokenRecord.read(last.block, last.row)
+
+    result, asked = resumed_episodes(state, saved, talk((95, 96, 97)) if differs else talk())
+    (group,) = [one for one in result.groups if one.samples[1].id.prompt_uid == state["domains"]["a"]["unfinished"][0]["row"][1]]
+    names = [name for request in asked if (name := request.request_id).startswith(group.samples[1].id.request_id())]
+    assert [name.rpartition("turn")[2] for name in names if "turn" in name] == (["1", "2", "3"] if differs else ["2", "3"])
+    transcript = group.samples[1].transcript
+    observed = 4 if differs else 3
+    assert [one.length for one in transcript.segments] == [PROMPT, TURN, observed, TURN, 3, TURN, 3, TURN] and not transcript.branches
+    assert transcript.tokens is not None
+    whole = TokenRecord.read(transcript.tokens.block, transcript.tokens.row)
+    same = PROMPT + TURN if differs else len(before)
+    for name in ("ids", "mask", "log_probs"):
+        assert getattr(whole, name)[:same].tolist() == getattr(before, name)[:same].tolist()
+    assert whole.mask.sum() == TURNS * TURN and len(whole) == PROMPT + TURNS * TURN + observed + 2 * 3
 
 
 def test_a_deterministic_run_saves_complete_groups_only() -> None:
