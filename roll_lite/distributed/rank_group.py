@@ -33,8 +33,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Ask the rank if a question is due, or check for its answer. Return how long the open question has waited (0: none is open);
-        pauses of this process hardly count."""
+        """Ask the rank if a question is due, or check for its answer. Return how long the open question has waited (0: none is open)."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -162,7 +161,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak references: dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak: dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
         """Groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}
@@ -195,7 +194,7 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return reference -> (group, rank) for groups that end when one rank dies. A reference is ready when its rank is dead."""
+        """Return reference -> (group, rank) for groups that end with any rank. A reference is ready when its rank is dead."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -209,7 +208,7 @@ class LivenessWatch:
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """Limit how long heartbeat answers may take inside the block; None or 0: unlimited."""
+        """Limit the time of heartbeat answers inside the block; None or 0: unlimited."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -217,7 +216,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """Return (group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`."""
+        """Return (group, rank, limit in seconds) of a rank beyond the limit of `expecting_answers`."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -39,7 +39,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""Engine name -> function that returns the installed version; NotInstalled without the engine, RuntimeError for an unsupported version."""
+"""Engine name -> function that returns the installed version; NotInstalled, or RuntimeError for an unsupported version."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ ROLLOUT_ENGINE_SETTINGS = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
-"""Engine argument -> configuration key to use instead, in rollout engines; judges may use these arguments."""
+"""Engine argument -> configuration key to use instead; judges may use the argument."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each engine argument that is reserved, has its own configuration key, or is unknown."""
+    """Yield a problem for each engine argument that is reserved, unknown, or has its own configuration key."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (
@@ -132,7 +132,7 @@ def _problems(
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
     """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class
-    name or None for all). Empty if a file or class is missing."""
+    name or None for all). Empty if one is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

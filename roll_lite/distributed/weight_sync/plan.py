@@ -23,7 +23,7 @@ class ExportedTensor:
     owner: int
     """Training rank that gathers and sends the full tensor."""
     bucket: int
-    """Bucket number; a bucket is sent and loaded as one."""
+    """A bucket is sent and loaded as one."""
     cast_from: torch.dtype | None = None
     """Original dtype, if the sender casts the tensor."""
 
@@ -57,7 +57,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of some tensors of a bucket from one sender to several engine workers, by member numbers."""
+    """Transfer of tensors of one bucket from one sender to several engine workers, by member numbers."""
 
     bucket: int
     sender: int
@@ -99,7 +99,7 @@ class Membership:
     bucket_nbytes: int = 0
     """Minimum size of a send buffer: that of the largest bucket with several tensors."""
     trainers: int = 0
-    """Number of training ranks, which are the first members."""
+    """Training ranks are the first members."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,8 +144,8 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`:
-    engine number -> workers. `expert_parallel`: workers that share an engine's experts."""
+    """A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`: engine number -> workers.
+    `expert_parallel`: workers that share an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -174,7 +174,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
+    """Expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

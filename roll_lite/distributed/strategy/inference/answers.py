@@ -1,5 +1,5 @@
-"""Exceptions of engine workers, returned as values and raised once all workers have answered: vLLM's executor raises at the first failing
-worker and leaves the other answers in queues; SGLang's RPC reports only the first worker."""
+"""Exceptions of engine workers, returned as values and raised once all have answered: vLLM's executor raises at the first and leaves the
+other answers in queues; SGLang's RPC reports only the first worker."""
 
 from __future__ import annotations
 

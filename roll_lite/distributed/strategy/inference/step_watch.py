@@ -54,7 +54,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Ignore time inside the block, in which the engine takes no steps."""
+        """Ignore time in which the engine takes no steps."""
         self._suspended += 1
         try:
             yield

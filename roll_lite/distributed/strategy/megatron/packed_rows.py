@@ -13,7 +13,7 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of this rank's packed tokens: each token's row, position and attended tokens. Replaces Megatron's PackedSeqParams."""
+    """Layout of this rank's packed tokens, in place of Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Run-length encoded pieces, which are rows or, with context parallelism, this rank's parts of rows: (number of adjacent equal pieces,

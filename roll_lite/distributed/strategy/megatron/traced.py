@@ -47,10 +47,8 @@ class RankMemory:
     kept: int = 0
     """Activations of a micro-batch, kept from forward to backward."""
     training: int = 0
-    """Peak in forward and backward."""
     update: int = 0
     forward: int = 0
-    """Peak in a pass without gradients."""
     inputs: int = 0
     """Input tensors of one micro-batch. A pass holds those of all its micro-batches."""
     kv_cache: int = 0

@@ -76,7 +76,7 @@ class Vocabulary:
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """Mask [N, words] of the block's words outside the truncated softmax."""
+        """Mask [N, words] of words outside the truncated softmax."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
         # Ids outside the block go to an extra column.
@@ -124,8 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, collected block by block; None if not needed. That of hidden states is a partial sum,
-    from this rank's vocabulary shard."""
+    """Gradients of hidden states and output weight, collected block by block; None if not needed. That of hidden states is this rank's
+    partial sum."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

@@ -273,7 +273,6 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """Kill the engine's processes, except the one that removes shared memory."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()

@@ -20,7 +20,6 @@ SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
-    """`name`: model name in requests."""
     check_version()
     for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
         sys.stderr.write(f"judges.{name}: {note}\n")

@@ -82,7 +82,6 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
-    """Environment variables to set before vLLM is imported."""
     reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # vLLM's default is the address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
