@@ -85,8 +85,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Return role -> number of devices. A role without a number gets the highest in the group; if there is none, 1 or, with
-    `has_whole_cluster` and without judges, all."""
+    """Return role -> number of devices. A role without a number gets the group's highest, else 1 or, with `has_whole_cluster` and without
+    judges, all devices."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1

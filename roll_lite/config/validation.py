@@ -131,7 +131,7 @@ class _Walker:
         return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
-        """Return the section class that the value's `name` selects; report a problem if there is none."""
+        """Return the section class that the value's `name` selects; report a problem if no class has this name."""
         by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):

@@ -63,7 +63,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """All members of a Fleet are dead. `place`: the last to die."""
+    """Death of all members of a Fleet. `place`: the last to die."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)

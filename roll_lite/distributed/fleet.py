@@ -41,7 +41,7 @@ class SlowStart(MemberLost):
 class Policy:
     start_timeout_s: float | None
     restarts: int | None = None
-    """Per hour and member; None: unlimited."""
+    """Maximum restarts per hour of a member; None: unlimited."""
     attempts: int = 3
     path: str = ""
 

@@ -99,7 +99,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Monotonic. The cluster's limit is the default, except inside a phase with its own limit."""
+        """Return the monotonic time. The cluster's limit is the default, except inside a phase with its own limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 

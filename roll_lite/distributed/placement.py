@@ -68,7 +68,7 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """In rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
+        """Slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:

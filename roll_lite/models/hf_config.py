@@ -29,7 +29,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Of dense layers; None if all layers have experts."""
+    """Size of dense layers; None if all layers have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool

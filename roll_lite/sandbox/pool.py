@@ -66,7 +66,7 @@ class Limits:
     processes: int = 64
     """Maximum processes and threads besides the first."""
     open_files: int = 64
-    """Per process. Low, because socket buffers are charged to no process."""
+    """Limit per process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class GroupFilter:
     tries: int = 10
     """Maximum prompts tried for each group of a batch."""
     fill: bool = True
-    """When the tries are used up: True: the run fails; False: it trains on the groups that it has."""
+    """Let the run fail when the tries are used up; False: train on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

@@ -160,7 +160,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill beyond `shared_tokens`: new messages, and what was generated before an interruption."""
+        """Tokens to prefill beyond `shared_tokens`: new messages, and those generated before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 

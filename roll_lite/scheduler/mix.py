@@ -60,7 +60,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """If domains or shares differ from the saved ones, counts start at zero."""
+        """Restore counts, which start at zero if domains or shares differ from the saved ones."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]

@@ -23,7 +23,7 @@ class RolloutResult:
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """One line per group ended since the last batch, then one for this batch."""
+    """Lines, one per group ended since the last batch, then one for this batch."""
 
 
 class RolloutService:

@@ -19,7 +19,7 @@ class DomainStats:
     delivered: Annotated[int, "rollout/groups"] = 0
     admitted: Annotated[int, "rollout/admitted"] = 0
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
-    """By cause: LOW, HIGH, FUNCTION (filters.py)."""
+    """Groups by cause: LOW, HIGH, FUNCTION (filters.py)."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0

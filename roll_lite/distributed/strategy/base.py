@@ -80,14 +80,14 @@ class ModelSpec:
     optimizer: OptimizerConfig | None = None
     """None: forward passes only."""
     total_updates: int | None = None
-    """For learning rate decay."""
+    """Updates of the whole run, for learning rate decay."""
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
     """None: language model."""
     lora: LoraConfig | None = None
     """None: all weights train."""
     ema_decay: float | None = None
-    """Of the weights' moving average."""
+    """Decay of the weights' moving average."""
     seed: int = 1
     deterministic: bool = False
 
@@ -111,9 +111,9 @@ class ExpertUse:
     """Evenness of expert use in an optimizer step, averaged over expert layers."""
 
     busiest: float
-    """Relative to the average, in tokens."""
+    """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Without its coefficient; None if that is 0."""
+    """Loss without its coefficient; None if that is 0."""
     rerouted: float | None = None
     """Fraction of replayed expert choices that the current router would change."""
 
@@ -123,7 +123,7 @@ class TrainResult:
     """Result of an optimizer step, equal on every rank."""
 
     metrics: dict[str, float]
-    """Summed over micro-batches and data-parallel ranks."""
+    """Sums over micro-batches and data-parallel ranks."""
     loss: float
     grad_norm: float
     lr: float
@@ -170,7 +170,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """A rank's part of a checkpoint save; subclasses write in the background."""
+    """Part of a checkpoint save on one rank; subclasses write in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -282,7 +282,7 @@ class EngineSpec:
     seed: int = 1
     threads: int = 1
     silence_s: float | None = None
-    """How long an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
+    """Maximum time that an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
     step_s: float | Literal["auto"] | None = None
     """Minimum timeout of an engine step; long steps raise it. None: unlimited; "auto": by device."""
     columns: tuple[str, ...] = ()
@@ -302,7 +302,7 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
     generated: int
-    """May lag slightly."""
+    """Number of tokens so far; may lag slightly."""
     part: Completion | None = None
     """New tokens since the last report. The newest is left out: it may end the response, and a retry must not continue after the end."""
 

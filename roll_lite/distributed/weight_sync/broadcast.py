@@ -40,9 +40,9 @@ from roll_lite.files import changed_environment
 @dataclass(frozen=True)
 class Wire:
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """From (transfer group, key prefix in the store, rank, number of ranks)."""
+    """Function of (transfer group, key prefix in the store, rank, number of ranks)."""
     make: Callable[[int, int], BucketSegment]
-    """From (size in bytes, number of readers)."""
+    """Function of (size in bytes, number of readers)."""
     device: str
     polled: bool = False
     """NCCL returns before the broadcast is done."""
@@ -287,7 +287,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """From this machine's first receiver to the others."""
+        """Route from this machine's first receiver to its others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

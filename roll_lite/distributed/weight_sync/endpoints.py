@@ -57,7 +57,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """One route per transport and sender."""
+    """Split a route into one per transport and sender."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int, int], list[int]] = {}
@@ -298,7 +298,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """In the dtype sent. Collective over training ranks."""
+        """Checksums in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))

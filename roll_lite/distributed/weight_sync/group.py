@@ -107,13 +107,13 @@ class Pushed:
     version: int
     megabytes: float
     seconds: float
-    """Until the last engine had the new weights."""
+    """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
-    """Of the slowest rank or worker; phases overlap."""
+    """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes; a broadcast counts once."""
+    """Megabytes sent; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Of the slowest trainer rank."""
+    """Seconds of the slowest trainer rank."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -128,7 +128,7 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Lets a receiver open the sender's buffer; in `done`, space-separated handles of buffers that the receiver still uses."""
+    """Handle of the sender's buffer, which the receiver opens; in `done`, space-separated handles that the receiver still uses."""
 
 
 Moment = Literal["here", "done"]
@@ -186,7 +186,7 @@ class TransferGroup:
         return {(home.machine, home.device): number for number, home in homes if home.device}
 
     def close(self) -> None:
-        """Also ends waits in other threads."""
+        """Leave the group, and end waits in other threads."""
         self.failure = _CLOSED
 
     @contextmanager
@@ -205,7 +205,7 @@ class TransferGroup:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """After a TransferError in the block, the group refuses all further transfers."""
+        """Refuse all further transfers of the group after a TransferError in the block."""
         if self.failure is not None:
             raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
         try:

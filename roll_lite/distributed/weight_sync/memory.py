@@ -55,7 +55,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """One CUDA IPC export per reader, since torch counts one reader per export."""
+    """CUDA IPC exports, one per reader: torch counts one reader per export."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

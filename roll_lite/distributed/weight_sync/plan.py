@@ -23,7 +23,7 @@ class ExportedTensor:
     owner: int
     """Training rank that gathers and sends the full tensor."""
     bucket: int
-    """A bucket is sent and loaded as one."""
+    """Bucket number; a bucket is sent and loaded as one."""
     cast_from: torch.dtype | None = None
     """Original dtype, if the sender casts the tensor."""
 
@@ -144,8 +144,8 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`: engine number -> workers.
-    `expert_parallel`: workers that share an engine's experts."""
+    """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`:
+    engine number -> workers. `expert_parallel`: workers that share an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"

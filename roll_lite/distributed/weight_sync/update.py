@@ -85,7 +85,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Each update compares the checksums of every 16th tensor."""
+"""Interval of the tensors whose checksums an update compares."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:

@@ -116,7 +116,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """When process `pid` has ended, remove the engine's scratch folder if the hosting process has ended too, then call `act`."""
+    """Wait in a thread for the end of process `pid`, remove the engine's scratch folder if the hosting process has ended too, then call
+    `act`."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:

@@ -41,11 +41,11 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Unless the user has set them."""
+    """Variables that the user may override."""
     required: Mapping[str, str] = field(default_factory=dict)
     """Override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """From the YAML configuration or placement."""
+    """Variables from the YAML configuration or placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)

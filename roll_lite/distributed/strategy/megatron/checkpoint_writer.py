@@ -101,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """On the coordinating rank, write the index of all ranks' files and return path -> its record."""
+        """Write the index of all ranks' files, on the coordinating rank, and return path -> its record."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)

@@ -29,9 +29,9 @@ EXPERT = "<expert>"
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """For entries of LAYER, without `decoder.layers.<n>.`."""
+    """Name without `decoder.layers.<n>.` in entries of LAYER."""
     hf: tuple[str, ...]
-    """For entries of LAYER, without `model.layers.<n>.`."""
+    """Names without `model.layers.<n>.` in entries of LAYER."""
     cut: int | None
     """Sharded dimension; None if replicated."""
     layout: Layout = Layout.PLAIN

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """This tensor rank's shards of one projection's LoRA matrices. B starts at zero."""
+    """Shards of one projection's LoRA matrices on this tensor rank. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
         """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""

@@ -51,8 +51,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """`columns`: those that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense models.
-    `record`: record expert choices."""
+    """`columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense
+    models. `record`: record expert choices."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)

@@ -161,7 +161,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """In float64, without waiting for the device."""
+    """Compute in float64, without waiting for the device."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.

@@ -18,7 +18,7 @@ DROPPED = -1e4
 
 
 class Vocabulary:
-    """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax at N positions.
+    """Share of the vocabulary (V/tp rows of the output weight) on this rank, and the softmax at N positions.
 
     `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
     besides the target, padded with -1; a row of only -1, or None, means no truncation.
