@@ -32,7 +32,7 @@ NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError,
 
 
 class _Aborted(BaseException):
-    """Abandons the running test; not caught by `except Exception` in the tests."""
+    """Abandons the running test; not caught by `except Exception`."""
 
 
 # ---------------------------------------------------------------- the tests' side
@@ -41,8 +41,8 @@ class _Aborted(BaseException):
 class Remote:
     """Proxy in the tests' process for one of the program's functions, classes or objects.
 
-    `at`: its address in the program's process: name of a function or class, number of an object, or [object's number, method name].
-    `has_methods`: True for an object of LeetCode's class Solution.
+    `at`: address there: name of a function or class, number of an object, or [object's number, method name]. `has_methods`: True for an
+    object of LeetCode's class Solution.
     """
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -72,9 +72,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._dead_reason = ""
-        """Why the program's process is unusable."""
         self._inside_reason = ""
-        """Why the test must run in the program's process."""
         self._limit_hit = ""
         self._used = False
 
@@ -245,7 +243,6 @@ def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run unittest's and pytest-style test classes; AssertionError unless all pass."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase

@@ -17,7 +17,6 @@ LOW, HIGH, FUNCTION = "low", "high", "function"
 
 class LeftOut(NamedTuple):
     word: str
-    """Reason in metrics: LOW, HIGH or FUNCTION."""
     text: str
 
 
@@ -28,7 +27,7 @@ Cause = Callable[[SampleGroup], LeftOut | None]
 class GroupFilter:
     cause: Cause
     tries: int = 10
-    """Maximum prompts tried for each group of a batch."""
+    """Maximum prompts tried per group of a batch."""
     fill: bool = True
     """Let the run fail when the tries are used up; False: train on the groups at hand."""
 

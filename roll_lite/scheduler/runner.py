@@ -49,7 +49,7 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if nothing follows the last response yet: a request that continues it extends this row."""
+        """True if nothing follows the last response: a request that continues it extends this row."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -60,16 +60,13 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually just one.
-
-    Its branches become training sequences (rows). A response extends the row of the response that it follows or, if that already continues
-    otherwise, starts a new row: each response trains in exactly one row.
-    """
+    """Sample being generated: a tree of responses, usually just one. Its branches become training sequences (rows). A response extends the
+    row of the response that it follows or, if that already continues otherwise, starts a new row: each trains in exactly one row."""
 
     __slots__ = ("_ask", "_end", "_rows", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(self, ask: Ask, request_id: str, sampling: Sampling, so_far: Turn | None = None, wants_ids: bool = False) -> None:
-        """Continue the partial first response `so_far`, if given. `wants_ids`: return token ids of responses."""
+        """`so_far`: partial first response to continue. `wants_ids`: return token ids of responses."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -82,10 +79,8 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens. RequestFailed.
-
-        `number`: number of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt.
-        """
+        """Let the policy respond. RequestFailed. `number`: of this response, from 0. `after`: number of the response that the tokens
+        follow; None: they are a prompt."""
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
@@ -148,7 +143,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Lost attempts of an episode that do not count as failures: another episode may have killed the worker."""
+"""Lost attempts that do not count as failures: another episode may have killed the worker."""
 
 
 class EpisodeFailed(Exception):
@@ -170,8 +165,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a sample's seed from its identity and attempt: after a restart, a prompt gets the same samples, a
-    retry another one."""
+    """Derive a sample's seed from its identity and attempt: after a restart, a prompt gets the same samples, a retry another one."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -189,9 +183,7 @@ class RewardClient(Protocol):
         ...
 
     @property
-    def capacity(self) -> float:
-        """Number of samples scored at a time."""
-        ...
+    def capacity(self) -> float: ...
 
 
 class SampleRunner:
@@ -210,7 +202,7 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router (default: the
+        """`generated` is called when a sample begins to wait for its score. `queue`: the samples' queue in the router (default: the
         domain's)."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
@@ -234,8 +226,8 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """Return a running sample's checkpoint state. None without tokens, or while an environment plays its episode, which a resumed run
-        starts again."""
+        """Checkpoint state of a running sample. None without tokens, or while an environment plays its episode, which a resumed run starts
+        again."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 

@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Return the quantile at `share` (between 0 and 1)."""
+        """Quantile at `share` (between 0 and 1)."""
         ...
 
 
@@ -37,14 +37,14 @@ class Distribution(Protocol):
 class LogNormal:
     median: float
     p99: float
-    """99th percentile; if it equals the median, all values are equal."""
+    """Equal to the median: all values are equal."""
 
     def draw(self, share: float) -> float:
         return self.median * math.exp(math.log(self.p99 / self.median) / P99 * NORMAL.inv_cdf(share))
 
 
 class Quantiles:
-    """Distribution given by quantiles at even steps from minimum to maximum."""
+    """Distribution given by quantiles at even steps."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = tuple(values)
