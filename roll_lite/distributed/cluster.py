@@ -1,7 +1,7 @@
 """Cluster of one role's Ray actors. A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
 `all` calls every rank, `one` rank 0, `each` the living ranks of independent ones (engines). `start_scatter` sends shard i to all ranks of
-data-parallel rank i, `heads_scatter` only to its head rank, which returns outputs. `start_...` do not wait.
+data-parallel rank i, `heads_scatter` only to its head rank, which returns outputs.
 """
 
 from __future__ import annotations

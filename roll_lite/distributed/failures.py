@@ -99,7 +99,6 @@ def may_be_aftermath(error: BaseException) -> bool:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """True for network and device errors, and for objects lost with their node."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     names = {one.__name__ for one in type(cause).__mro__}
     return bool(names & {"DistError", "AcceleratorError", "ObjectLostError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))

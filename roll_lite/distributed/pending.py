@@ -115,8 +115,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of a cluster whose independent ranks are all dead or, if it dies within BLAME_SECONDS, of their supervisor, which
-    names the cause."""
+    """Raise the failure of the cluster's supervisor, which names the cause, if it dies within BLAME_SECONDS; else of the cluster, whose
+    independent ranks are all dead."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -151,8 +151,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, in a loop that waits for the event `waits_for`. RankFailed if a rank fails or the phase times out; then for
-    `rank`."""
+    """Sleep half a second, in a loop that waits for the event `waits_for`. RankFailed if a rank fails, or of `rank` if the phase times
+    out."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -288,7 +288,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
-    """Return the answers within STACK_SECONDS."""
     if not group.deaths:
         return {}
     refs = {group.stand(rank): rank for rank in ranks}
@@ -315,7 +314,7 @@ def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Return the stacks that a process on this node writes to its log on SIGUSR1, even if it never releases the GIL."""
+    """Return the stacks that a process on this node writes on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

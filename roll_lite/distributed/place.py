@@ -118,7 +118,6 @@ class ActorMember(ABC):
     def is_busy(self) -> bool: ...
 
     async def prepare(self) -> Any:
-        """ValueError for a configuration mistake."""
         self._place = None
         where = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
         self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)

@@ -22,8 +22,6 @@ KILL_SECONDS = 30.0
 
 
 class Pulse:
-    """Heartbeat of a watched rank, polled by every wait in this process."""
-
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
         """None before the first call to the cluster."""
@@ -70,7 +68,6 @@ class RankGroup:
         self.log_folder = log_folder
         self.timeout_s = timeout_s
         self.live_alone = live_alone
-        """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
         self.initial_ranks = len(self.actors) if initial_ranks is None else initial_ranks
         self._make = make

@@ -326,7 +326,6 @@ def _process_namespace() -> str:
 
 
 def _purge(base: Path) -> None:
-    """Remove what sessions left whose driver and guards were killed."""
     for folder in base.glob(FOLDER_PREFIX + "*"):
         try:
             owner = (folder / OWNER_FILE).read_text()

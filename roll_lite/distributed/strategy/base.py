@@ -69,7 +69,7 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights: the actor's model with a value head of zeros, or a checkpoint with a value head."""
+"""Source of a value model's weights: the actor's with a value head of zeros, or a checkpoint with a value head."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,12 @@ class ModelSpec:
     optimizer: OptimizerConfig | None = None
     """None: forward passes only."""
     total_updates: int | None = None
-    """Updates of the whole run, for learning rate decay."""
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
     """None: language model."""
     lora: LoraConfig | None = None
     """None: all weights train."""
     ema_decay: float | None = None
-    """Decay of the weights' moving average."""
     seed: int = 1
     deterministic: bool = False
 

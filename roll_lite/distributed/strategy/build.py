@@ -1,5 +1,3 @@
-"""Build strategies and check engine arguments. Frameworks and engines are imported only when built."""
-
 from __future__ import annotations
 
 import ast
@@ -57,7 +55,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine. Import only one: vLLM and SGLang cannot be installed together."""
+    """Import only one engine: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -131,8 +129,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class
-    name or None for all). Empty if one is missing."""
+    """Parse field names of classes in an installed package: importing takes seconds. `places`: (file pattern, class name or None for all).
+    Empty if one is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

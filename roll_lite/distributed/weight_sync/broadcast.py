@@ -287,7 +287,6 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Route from this machine's first receiver to its others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

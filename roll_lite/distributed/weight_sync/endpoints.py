@@ -57,7 +57,6 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route into one per transport and sender."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int, int], list[int]] = {}
@@ -91,7 +90,6 @@ def link(sender: Home, receiver: Home) -> str:
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
-    """Say why transport `name` cannot connect all members."""
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]
@@ -204,7 +202,6 @@ class WeightSender:
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
-        """Routes on which this rank sends, by bucket."""
         self._for_all_ranks: set[int] = set()
         """Buckets that more ranks than their owner send."""
         self.seconds: defaultdict[str, float] = defaultdict(float)

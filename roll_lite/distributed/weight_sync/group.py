@@ -87,8 +87,6 @@ class StaleEpoch(TransferError):
 
 @dataclass(frozen=True)
 class Transferred:
-    """Outcome of a weight update for one trainer rank or engine."""
-
     failure: str | None = None
     """Cause of failure, possibly in another member; None: success."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -260,12 +258,10 @@ class TransferGroup:
     # ------------------------------------------------------------ memory that stays exported beyond an epoch
 
     def opens(self, name: str) -> None:
-        """Record that this member is about to open the exported memory `name`."""
         with self._rendezvous():
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Return whether `opens` had recorded it."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 

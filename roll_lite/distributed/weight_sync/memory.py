@@ -19,7 +19,6 @@ import torch
 from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""Function and arguments to rebuild a GPU tensor in another process."""
 
 
 class ExportedMemory(NamedTuple):

@@ -33,7 +33,6 @@ class SendBuffers:
         self._segments: list[BucketSegment] = []
         self.in_flight: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Receiver -> buffers that it still used at its last `done`."""
 
     def segment(self, nbytes: int) -> BucketSegment:
         """Return the smallest free segment that fits, or a new one. Wait while too many buckets are in flight."""

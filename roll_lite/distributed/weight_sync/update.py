@@ -14,7 +14,6 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor
 _SHOWN = 5
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Hugging Face tensor name -> shape."""
 
 
 @dataclass

@@ -55,7 +55,6 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """Return the checkpoint layers that an engine module holds, and their tensors."""
     if isinstance(module, layers.linear.LinearBase):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -70,7 +69,6 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Return the checkpoint layers fused into the engine layer `path`."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]

@@ -27,7 +27,6 @@ class InFlight:
     request: GenerationRequest
     report: Report
     version: int = 0
-    """Weight version when the engine got the request."""
     entered: bool = False
     aborted: bool = False
     begun: bool = False
@@ -73,7 +72,6 @@ class ProgressReports:
 
 
 def stop_overlap_tokens(request: GenerationRequest) -> int:
-    """Return how many tokens at the prompt's end, of a resumed response, may contain the start of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed_tokens, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 

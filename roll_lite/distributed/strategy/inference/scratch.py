@@ -14,7 +14,6 @@ from roll_lite.files import changed_environment
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
-"""Lock file, held by the hosting process while it lives."""
 _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up to 36
 
 
@@ -37,7 +36,6 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Make the folder the temporary folder of processes started inside the block."""
         prefix = _call_semaphores(_semaphores_of(self.path))
         try:
             with changed_environment(dict.fromkeys(self._variables, self.path)):

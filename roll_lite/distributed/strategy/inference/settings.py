@@ -45,7 +45,6 @@ class Environment:
     required: Mapping[str, str] = field(default_factory=dict)
     """Override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Variables from the YAML configuration or placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)

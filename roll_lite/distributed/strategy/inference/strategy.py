@@ -1,5 +1,3 @@
-"""Engine in separate processes: requests, weight updates, offloading, failures. `life.py` holds its state."""
-
 from __future__ import annotations
 
 import asyncio

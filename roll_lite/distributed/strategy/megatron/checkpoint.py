@@ -132,7 +132,6 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _clear_errors(state_folder: Path) -> Iterator[str]:
-    """Turn Megatron's many errors about bad files into one ValueError."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")

@@ -1,5 +1,3 @@
-"""Run micro-batches through Megatron's pipeline schedules, and sum their results."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -44,7 +44,6 @@ class _Source:
     ranks: Sequence[int]
     """Global ranks of the tensor-parallel group; the first gathers."""
     takes_part: bool
-    """True on ranks of the exporting (first) data-parallel replica."""
 
     @staticmethod
     def of_layers() -> _Source:

@@ -38,7 +38,6 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
-        """Lazy view of a stored tensor; indexing reads from the file."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")

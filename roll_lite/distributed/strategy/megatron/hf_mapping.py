@@ -114,7 +114,6 @@ EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weigh
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
-"""Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
 """Named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
 
@@ -125,7 +124,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for the copy of tied embeddings on another pipeline stage."""
+    """False for tied embeddings on another pipeline stage."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:

@@ -1,5 +1,3 @@
-"""Convert batches to model inputs (packed rows), and model outputs to padded rows for the loss."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence

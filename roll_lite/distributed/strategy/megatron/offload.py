@@ -153,7 +153,6 @@ def _return_free_memory() -> None:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Byte views of the tensors' storages, without duplicates."""
     return [_bytes(one) for one in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()]
 
 

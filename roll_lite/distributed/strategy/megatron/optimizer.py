@@ -1,5 +1,3 @@
-"""Megatron's optimizer and scheduler, with an optional AdamW update on the host."""
-
 from __future__ import annotations
 
 import math
@@ -100,7 +98,6 @@ class Optimizer:
                     state["step"] = count.to(weight.device) if is_fused else count
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
-        """Yield the trained weights, each followed by its moments and step count."""
         for part in self.parts:
             for weight in part.get_parameters():
                 yield weight

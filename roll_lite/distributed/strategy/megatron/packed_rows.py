@@ -1,5 +1,3 @@
-"""Pack a micro-batch's rows into one sequence, split over context-parallel ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

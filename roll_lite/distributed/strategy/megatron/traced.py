@@ -70,7 +70,6 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def since(self, start: int) -> int:
-        """Return the peak since the last call, beyond `start` bytes."""
         peak, self.peak = self.peak, self.now
         return max(peak - start, 0)
 

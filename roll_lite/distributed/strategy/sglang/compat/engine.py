@@ -1,5 +1,3 @@
-"""SGLang in a separate server process, to which calls are forwarded."""
-
 from __future__ import annotations
 
 import asyncio

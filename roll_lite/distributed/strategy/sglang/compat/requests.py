@@ -133,7 +133,6 @@ class StopText:
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
         self._shown = len(self._pending)
-        """Number of `_pending` tokens with known text."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))

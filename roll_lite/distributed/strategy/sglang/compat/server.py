@@ -231,7 +231,6 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Clear the KV cache and set the weight version, in a paused scheduler."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True

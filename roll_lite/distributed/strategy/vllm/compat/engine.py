@@ -191,7 +191,6 @@ class VllmEngine(VllmProcesses):
         await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
-        """Drop the KV cache; running requests are then recomputed with the new weights."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:

@@ -52,7 +52,6 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
 
 
 def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
-    """Maximum tokens of prompt plus response; None: vLLM decides."""
     if config.strategy.max_model_len is not None or cuda:
         return config.strategy.max_model_len
     try:

@@ -65,7 +65,6 @@ SETTINGS = {
 }
 """Engine argument -> strategy key to use instead."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
-"""(file, class) of vLLM's engine arguments."""
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
