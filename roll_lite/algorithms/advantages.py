@@ -144,8 +144,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Each turn's reward plus the discounted rewards of later turns in the same batch row. `rewards`, `rows`: of each turn, sorted by row,
-    then by time."""
+    """Return each turn's reward plus the discounted rewards of later turns in the same batch row. `rewards`, `rows`: of each turn, sorted
+    by row, then by time."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:

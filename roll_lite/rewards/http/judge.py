@@ -185,7 +185,7 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
 # ---------------------------------------------------------------- verdicts
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict, preferred first; `answer` is last: it may repeat the response's answer."""
+"""Keys, preferred first; `answer` is last: it may repeat the response's answer."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
