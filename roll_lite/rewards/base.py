@@ -72,7 +72,7 @@ class RewardType(Section):
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """`place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
+        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
         yield from ()
 
     def needs_answer(self) -> bool:

@@ -17,7 +17,7 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Files are opened early: the isolated sandbox cannot reach them."""
+    """Control group. Its files are opened early: the isolated sandbox cannot reach them."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

@@ -22,7 +22,7 @@ LEAST_LOSSES = 8
 """Limit of groups lost in a row (all samples failed), or 3 times the prompts per batch if that is more: then the run fails."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Limit of the lost fraction, over LONG_WINDOW_FACTOR times as many groups."""
+"""Limit of the lost fraction of the latest groups, over LONG_WINDOW_FACTOR times as many: beyond it, the run fails."""
 
 
 class DomainFailed(RuntimeError):

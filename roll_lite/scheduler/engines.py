@@ -31,7 +31,7 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """None if an abort was not answered; `error` is set if the request failed. Raises EngineLost."""
+        """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost."""
         self.parts: list[Turn] = []
         """Pieces of the response, from which another engine can continue."""
 

@@ -29,7 +29,7 @@ class GroupFilter:
     tries: int = 10
     """Maximum prompts tried per group of a batch."""
     fill: bool = True
-    """Let the run fail when the tries are used up; False: train on the groups at hand."""
+    """True: the run fails when the tries are used up. False: it trains on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

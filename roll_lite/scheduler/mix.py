@@ -124,7 +124,7 @@ class BatchPlan:
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Give planned batches fewer groups; in later ones, other domains take the share."""
+        """Remove a domain without prompts. Planned batches get fewer groups; in later ones, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)

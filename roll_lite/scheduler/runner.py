@@ -79,8 +79,8 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond. RequestFailed. `number`: of this response, from 0. `after`: number of the response that the tokens
-        follow; None: they are a prompt."""
+        """Let the policy respond to tokens; RequestFailed on a failure. `number`: of this response, from 0. `after`: number of the response
+        that the tokens follow; None: they are a prompt."""
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
@@ -154,7 +154,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Run one conversation. RequestFailed passes; EpisodeFailed if the environment fails."""
+"""Run one conversation. Let RequestFailed pass; raise EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:

@@ -29,7 +29,7 @@ class Supply(Protocol):
 
     @property
     def whole_batches(self) -> bool:
-        """Generate batches one at a time."""
+        """True if batches are generated one at a time."""
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
@@ -39,7 +39,7 @@ class Supply(Protocol):
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Starts a batch's prompts when training requests it and waits."""
+    """Starts a batch's prompts when training requests the batch; training waits for it."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
@@ -99,7 +99,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Share of a batch's groups, 1/LEAST_SHARE, that starts a log-prob pass during generation."""
+"""Divisor: a log-prob pass during generation starts once 1/LEAST_SHARE of a batch's groups have newly finished."""
 
 
 def least_early(prompts_per_step: int) -> int:

@@ -37,7 +37,7 @@ class Distribution(Protocol):
 class LogNormal:
     median: float
     p99: float
-    """Equal to the median: all values are equal."""
+    """99th percentile; if it equals the median, all values are equal."""
 
     def draw(self, share: float) -> float:
         return self.median * math.exp(math.log(self.p99 / self.median) / P99 * NORMAL.inv_cdf(share))

@@ -45,7 +45,7 @@ class Wire:
     """Function of (size in bytes, number of readers)."""
     device: str
     polled: bool = False
-    """NCCL returns before the broadcast is done."""
+    """True if completion must be polled: NCCL returns before the broadcast is done."""
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:

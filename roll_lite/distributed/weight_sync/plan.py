@@ -99,7 +99,7 @@ class Membership:
     bucket_nbytes: int = 0
     """Minimum size of a send buffer: that of the largest bucket with several tensors."""
     trainers: int = 0
-    """Training ranks are the first members."""
+    """Number of training ranks, which are the first members."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)

@@ -84,7 +84,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Interval of the tensors whose checksums an update compares."""
+"""Divisor: an update compares the checksums of every 16th tensor."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:

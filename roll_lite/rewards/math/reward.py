@@ -209,7 +209,7 @@ def _shown(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
-    """Cache: a sample group shares the reference answer."""
+    """Parse a reference answer; cached, since a sample group shares it."""
 
     def read() -> Reference:
         gold = _read_reference(text)

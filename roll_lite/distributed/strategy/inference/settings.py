@@ -43,7 +43,7 @@ class Environment:
     preset: Mapping[str, str]
     """Variables that the user may override."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Override the user's, for correctness."""
+    """Variables that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
