@@ -114,7 +114,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
-    """`head`: name of the output layer's tensor."""
+    """Return a message if the stored tensors do not fit the model. `head`: name of the output layer's tensor."""
     heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
     if hf.tied_embeddings:
         del heads[HEAD]

@@ -41,7 +41,7 @@ class _Aborted(BaseException):
 class Remote:
     """Proxy in the tests' process for one of the program's functions, classes or objects.
 
-    `at`: address there: name of a function or class, number of an object, or [object's number, method name]. `has_methods`: True for an
+    `at`: address in the program's process: name of a function or class, number of an object, or [object's number, method name]. `has_methods`: True for an
     object of LeetCode's class Solution.
     """
 

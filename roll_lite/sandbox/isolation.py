@@ -127,8 +127,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become NOBODY in a new user namespace. False if there are none: programs must then start under another user id. PermissionError if
-    that is not allowed either."""
+    """Become NOBODY in a new user namespace. False if user namespaces are impossible: programs must then start under another user id.
+    PermissionError if that is not allowed either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

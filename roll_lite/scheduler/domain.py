@@ -123,7 +123,7 @@ class DomainScheduler:
         """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Running group that the batch waits for: it would be too old for the next batch."""
+        """Number of the running group that the batch waits for: it would be too old for the next batch."""
 
     @property
     def running(self) -> int:

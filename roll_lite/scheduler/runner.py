@@ -165,7 +165,8 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Derive a sample's seed from its identity and attempt: after a restart, a prompt gets the same samples, a retry another one."""
+    """Return a function that derives a sample's seed from its identity and attempt: after a restart, a prompt gets the same samples, a
+    retry another one."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)

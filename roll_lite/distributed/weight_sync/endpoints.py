@@ -220,7 +220,7 @@ class WeightSender:
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Leave the old transfer group and join a new one, unless this rank can send no tensors."""
+        """Leave the old transfer group; join the new one if this rank can send tensors."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         self._own_routes, self._for_all_ranks = {}, set()
