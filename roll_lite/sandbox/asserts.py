@@ -39,11 +39,9 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy in the tests' process for one of the program's functions, classes or objects.
-
-    `at`: address in the program's process: name of a function or class, number of an object, or [object's number, method name]. `has_methods`: True for an
-    object of LeetCode's class Solution.
-    """
+    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: address in the program's process: name of a
+    function or class, number of an object, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
+    Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
         self._tests, self._at, self._has_methods = tests, at, has_methods
