@@ -20,7 +20,7 @@ VARIANCE_OFFSET = 1e-8
 
 
 def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
-    """[B]; -1 without policy tokens."""
+    """Return [B] indices; -1 for rows without policy tokens."""
     # Byte search from the end: under 1 ms at 512 x 32k, where an argmax over positions takes tens of ms.
     return torch.tensor([row.tobytes().rfind(1) for row in mask.numpy()], dtype=torch.int64)
 
@@ -57,7 +57,7 @@ def gae(
     plus advantages with lam_critic.
 
     lam may be [B]. last_token_reward [B] is added to token_rewards; bootstrap [B] is the value after the last policy token. With per_turn,
-    gamma applies only between turns (runs of adjacent policy tokens) and is 1 inside.
+    gamma applies only between turns (runs of adjacent policy tokens).
     """
     rows = (last_token_reward, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
@@ -131,10 +131,8 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Return reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`.
-
-    With `normalize_std`, groups with equal `before_kl` [N] (rewards without KL) get 0: the division would scale up differences by KL alone.
-    """
+    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`. Then groups with equal `before_kl`
+    [N] (rewards without KL) get 0: the division would scale up differences by KL alone."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -177,11 +175,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return (reward - group mean) * n / m: n samples, m of them in groups with unequal rewards. Groups of equal rewards then do not dilute
-    the gradient.
-
-    before_kl [N]: rewards compared for equality, since KL makes nearly all rewards differ. trains [N] bool: samples that count in n and m.
-    """
+    """Return (reward - group mean) * n / m: n samples, m of them in groups with unequal rewards, so that groups of equal rewards do not
+    dilute the gradient. before_kl [N]: rewards compared for equality, since KL makes nearly all rewards differ. trains [N] bool: samples
+    that count in n and m."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -216,7 +212,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten samples' advantages [B] over policy tokens, as if each token had its sample's advantage."""
+    """Whiten samples' advantages [B], as if each policy token had its sample's."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

@@ -31,8 +31,7 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """Arrays have one entry per sample. `answers`: number of the answer, from 0, equal for equal answers to a prompt; else NO_ANSWER or
-        READS_NONE."""
+        """`answers`: number of the answer, from 0, equal for equal answers to a prompt; else NO_ANSWER or READS_NONE."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]

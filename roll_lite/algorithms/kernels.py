@@ -40,8 +40,8 @@ def recurrence(
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
     """Run the kernel `gae` or `discounted_returns`. `tokens`: token tensors; None stands for zeros. `rows`: row arguments, each [B], one
-    number for all rows, or None for 0. `outputs`: dtypes of the results. With `whitening`, the kernel runs twice: for the moments, then for
-    the outputs."""
+    number, or None for 0. `outputs`: dtypes of the results. With `whitening`, the kernel runs twice: for the moments, then for the
+    outputs."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -80,8 +80,7 @@ def gae(
     moments: Any,
 ) -> None:
     """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`; if `moments` is not empty,
-    only the advantages' `row_moments` there. `within`: discount inside a turn; `gamma`: between turns. Other arguments as in
-    advantages.gae."""
+    only the advantages' `row_moments` there. `within`: discount inside a turn; `gamma`: between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -128,8 +127,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write (discounted return - shift) * scale to `out`; if `moments` is not empty, only the returns' `row_moments` there. Discount:
-    `within` inside a turn, `gamma` between turns."""
+    """Write (discounted return - shift) * scale to `out`; if `moments` is not empty, only the returns' `row_moments` there. `within`:
+    discount inside a turn, `gamma`: between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]
@@ -158,7 +157,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Store a row's moments. Sums are of differences from one entry (`origin`), to stay precise under a large common offset."""
+    """Sum differences from one entry (`origin`), to stay precise under a large common offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

@@ -68,10 +68,10 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token or, in sequence-level losses, the sequence; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its range and has no gradient; in cispo and topr, the weight was raised to its lower bound."""
+    """bool: the ratio is below its range and has no gradient; in cispo and topr, which keep the gradient, the weight was raised to its
+    lower bound."""
     clipped_high: torch.Tensor
-    """bool: the ratio is above its range and has no gradient; in cispo and topr, which weight the log-prob by the clipped ratio and keep
-    the gradient, the weight was lowered to its upper bound."""
+    """bool: as clipped_low, above the range; in cispo and topr, the weight was lowered to its upper bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:

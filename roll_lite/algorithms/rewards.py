@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Standard deviations below this share of the root mean square are rounding errors and count as 0."""
+"""Relative standard deviation below which it is a rounding error and counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class RewardRows:
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
-    """Return the domain's bonus for a correct format, else minus its penalty."""
     number = rows.domain_number.numpy()
     changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
     return changes
@@ -159,9 +158,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Return training weights: those of the data times `function_weights` (user's function). They are 0 for truncated samples (if
-    `truncated`), groups whose mean score is outside `group_mean`, and responses whose number of policy tokens is outside
-    `response_tokens`."""
+    """Training weights: those of the data times `function_weights` (user's function); 0 for truncated samples (if `truncated`), groups
+    whose mean score is outside `group_mean`, and responses whose number of policy tokens is outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

@@ -25,8 +25,7 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum the values of each domain in float64. `tokens`: metric name -> values [B, T-1], 0 where masked. Return `<name>#<domain number>`
-    -> sum."""
+    """`tokens`: metric name -> values [B, T-1], 0 where masked. Return `<name>#<domain number>` -> sum in float64."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -105,7 +104,7 @@ def nearest_rank(percent: int, count: int) -> int:
 
 
 def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
-    """Return percentiles of the ratio from histogram counts [BINS], as bin centres; NaN without counts."""
+    """Percentiles of the ratio from histogram counts [BINS], as bin centres; NaN without counts."""
     total = np.cumsum(counts)
     if total[-1] == 0:
         return [math.nan] * len(percents)

@@ -35,21 +35,20 @@ EngineOffload = Literal["never", "with_copy", "without_copy"]
 class ClusterArithmetic:
     devices: tuple[int, ...]
     copies: int
-    """Data-parallel ranks, or engine replicas."""
     layout: str
     shares_with: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """Micro-batches of one model's forward or training pass: number, if all samples have the maximum length, and maximum tokens."""
+    """Micro-batches of one model's forward or training pass."""
 
     role: str
     what: Literal["forward", "training"]
     rows: int
     """Samples on the fullest rank if all samples are equally long."""
     most_rows: int
-    """Maximum samples on a rank: each other rank got a single long sample."""
+    """Maximum samples on a rank: each other rank got a single long one."""
     longest: int
     budget: int
     row_limit: int | None = None
@@ -106,7 +105,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Raise Refused for an unresolved name such as `node0:3`."""
+    """Refused for an unresolved name such as `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -128,7 +127,6 @@ def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig
 
 
 def held_out_path(config: RunConfig, name: str, key: str) -> str:
-    """YAML path from which validation of domain `name` takes sampling parameter `key`."""
     domain = f"domains.{name}"
     given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
     return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
@@ -215,16 +213,16 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`.
-    Engines copy the head instead: pass None."""
+    """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`;
+    engines copy the head: pass None."""
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Required divisor of a micro-batch's tokens. Context parallelism cuts them into two chunks per rank, sequence parallelism each chunk
-    over the tensor-parallel ranks."""
+    """Context parallelism cuts a micro-batch's tokens into two chunks per rank, sequence parallelism each chunk over the tensor-parallel
+    ranks."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -282,7 +280,6 @@ def extra_token_columns(config: RunConfig) -> tuple[str, ...]:
 
 
 def roles(config: RunConfig) -> dict[str, Role]:
-    """Return configuration path -> role (model) for the roles that the run's `mode` needs."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
@@ -356,8 +353,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Maximum samples of a step: domains with the most samples per prompt get as many prompts as possible, up to two more than their
-    average unless this is a whole number."""
+    """Give domains with the most samples per prompt as many prompts as possible: up to two more than their average unless this is a whole
+    number."""
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

@@ -39,7 +39,6 @@ def render(arithmetic: BatchArithmetic) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
-    """Format a text table. With `numbers`, all columns but the first are right-aligned."""
     aligned: list[list[str]] = []
     for column in zip(header, *rows, strict=True):
         width = max(map(len, column))

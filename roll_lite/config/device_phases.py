@@ -55,7 +55,6 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "actor_infer": SERVING,
     "judges": SERVING,
 }
-"""Tensors that a role without `offload` keeps on the device."""
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:

@@ -18,7 +18,6 @@ TRAINING = tuple(
     )
 )
 ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
-"""Settings of `rollout` that evaluation reads too."""
 
 
 def without_training(composed: Composed) -> Composed:

@@ -27,7 +27,7 @@ def is_truncated(sampling: Truncation) -> bool:
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """Number of likeliest tokens that an engine must report to cover the mask; 0 without truncation."""
+    """Number of likeliest tokens that an engine must report to cover the mask."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size

@@ -22,7 +22,7 @@ GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
     "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
     "apart": (),
 }
-"""Preset -> groups of roles that share devices. A role in no group has its own devices."""
+"""Preset -> groups of roles that share devices."""
 
 
 def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
@@ -85,8 +85,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 
 
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
-    """Return role -> number of devices. A role without a number gets the highest in the group; if there is none, 1 or, with
-    `has_whole_cluster` and without judges, all."""
+    """Return role -> number of devices. A role without a number gets the group's highest, else 1 or, with `has_whole_cluster` and without
+    judges, all devices."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
     default = max(given.values()) if given else placement.devices if has_whole_cluster and placement.devices and not is_judge else 1
@@ -131,8 +131,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Set each role's device numbers. Under a preset, roles that share devices get `offload: true`, unless they set it or are always in
-    use."""
+    """Under a preset, roles that share devices get `offload: true`, unless they set it or are always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}
@@ -184,7 +183,6 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
 
 
 def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    """Check that each engine is on one node or, if too large, equally on several."""
     size, of_node = model_parallel_size(role), placement.devices_per_node
     if size > of_node and isinstance(role, JudgeServerConfig):
         message = f"a judge's devices are on one node, which has {of_node}; use at most as many"

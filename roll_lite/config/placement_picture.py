@@ -55,7 +55,6 @@ def works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Return role -> turn, from 1, for roles that share devices and are loaded one after the other."""
     presence = PHASES[phase]
     working = [name for name in presence.parts if presence.in_turns and name in by_role and works(config, phase, name)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in working if getattr(by_role[name], "offload", False)}

@@ -24,7 +24,6 @@ _SECRETS = r"(?:key|(?<!per_)token|secret|passw(?:or)?d|pwd|credentials?|authori
 SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
 """Names of secret settings. `api_key_env` does not match: it names a variable."""
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
-"""Secret in unparsable text: `key: ...` or `key=...`."""
 HIDDEN = "***"
 LEFT_OUT = "???"
 
@@ -45,11 +44,10 @@ NO_VALUE = _NoValue()
 @dataclass(frozen=True)
 class Problem:
     path: str
-    """Place: YAML path, file, or override."""
+    """YAML path, file, or override."""
     message: str
     value: Any = NO_VALUE
     source: str = ""
-    """File and line, or "command line"."""
 
     def at(self, source: str) -> Problem:
         return replace(self, source=source)
@@ -65,7 +63,6 @@ class Problem:
 
 
 Mistake = tuple[str, str] | Problem
-"""Problem, or pair (YAML path, message)."""
 
 
 class Missing(Problem):
@@ -73,7 +70,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """Error that lists all mistakes of a configuration. `partial`: its valid part."""
+    """`partial`: valid part of the configuration."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -139,13 +136,11 @@ def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
 
 
 def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
-    """Hint with the nearest names, to append to a message; may be empty."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def space_missing(value: Any) -> str:
-    """Hint to append to a message if a text looks like `key:value`."""
     if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
         return ""
     return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")

@@ -18,7 +18,6 @@ def placeholders(text: str) -> list[str]:
 
 
 def compile_format(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern in which `.` matches line breaks; ValueError if invalid."""
     if not pattern:
         raise ValueError("the empty pattern matches every response")
     try:

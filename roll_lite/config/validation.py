@@ -44,7 +44,7 @@ def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tup
 
 
 def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
-    """Build a section. Return its valid part and all problems. `broken`: paths with known problems, to skip."""
+    """Return the valid part and all problems. `broken`: paths with known problems, to skip."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
     assert isinstance(section, cls)
@@ -109,7 +109,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
-        """Build a list's or mapping's entry. If invalid, return a section whose fields raise Refused when read."""
+        """Build an entry of a list or mapping. If invalid, its fields raise Refused when read."""
         built = _INVALID if path in self.broken else self._one_of(variants, data, path)
         if isinstance(built, Section):
             return built
@@ -131,7 +131,6 @@ class _Walker:
         return self.section(chosen, {"name": discriminator_of(chosen), **value}, path) if chosen is not None else _INVALID
 
     def _variant(self, variants: list[type[Section]], value: Any, path: Path, default: Any) -> type[Section] | None:
-        """Return the section class that the value's `name` selects; report a problem if there is none."""
         by_name = {discriminator_of(variant): variant for variant in variants}
         own = by_name.pop(DOTTED_PATH, None)
         if not isinstance(value, dict):
@@ -151,7 +150,7 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Report an unknown key. Return similar unset keys, one of which was probably meant."""
+        """Return similar unset keys, one of which was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -189,7 +188,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """Type of a field. `variants`: its section classes, empty for a plain value. `container`: dict or list of them, if any."""
+    """`variants`: section classes of the field, empty for a plain value. `container`: dict or list of them, if any."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -205,7 +204,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Value of `name` that selects this class; DOTTED_PATH if it takes any dotted path."""
+    """Return DOTTED_PATH if the class takes any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -257,7 +256,6 @@ def _fields_at(path: Path) -> list[FieldInfo]:
 
 
 def words_at(path: Path) -> str:
-    """Type of a setting in words; empty for an unknown path."""
     fields = _fields_at(path)
     return in_words(field_type(fields[0])) if fields else ""
 

@@ -30,7 +30,6 @@ def field_type(field: FieldInfo) -> Any:
 
 
 def refusal(field: FieldInfo, value: Any, errors: Sequence[ErrorDetails]) -> str:
-    """Message for a refused value: our validator's error, else the expected type."""
     if own := [error for error in errors if error["type"] == "value_error"]:
         return str(own[-1]["ctx"]["error"])
     expected = in_words(field_type(field))

@@ -1,7 +1,7 @@
 """Cluster of one role's Ray actors. A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step, shards)`.
 
 `all` calls every rank, `one` rank 0, `each` the living ranks of independent ones (engines). `start_scatter` sends shard i to all ranks of
-data-parallel rank i, `heads_scatter` only to its head rank, which returns outputs. `start_...` do not wait.
+data-parallel rank i, `heads_scatter` only to its head rank, which returns outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "fi
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""Threads for liveness calls while another method runs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ClusterSpec:
     log_folder: Path | None = None
     timeout_s: float | None = None
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster. The others start when devices become free; until then they count as lost."""
+    """Ranks that start with the cluster; the others start when devices become free and count as lost until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -119,7 +118,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Return the living ranks. RankFailed if all are dead and none will be replaced."""
+        """RankFailed if all ranks are dead and none will be replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:
@@ -128,7 +127,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Parallel layout by rank, fetched once. Strategies must be initialized."""
+        """Return the ranks' layouts, fetched once. Strategies must be initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]
@@ -155,7 +154,7 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Call all living, independent ranks. Return results by rank, without ranks that die during the call."""
+        """Return results by rank, without ranks that die during the call."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:

@@ -1,7 +1,7 @@
 """Batches whose per-token columns bypass the driver.
 
-Workers store per-token columns as blocks in Ray's object store. The driver holds columns with one value per sample, and sends each
-data-parallel rank its rows of these and references to blocks. A block lives while a Batch or a shard refers to it.
+Workers store per-token columns as blocks in Ray's object store. The driver holds the columns with one value per sample, and sends each
+data-parallel rank its rows and references to blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Put per-token columns into the object store. `columns` must also have the sample numbers, `sample`."""
+    """`columns` must also have the sample numbers, `sample`."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -65,8 +65,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """Part of a batch for one data-parallel rank; per-token columns are references into the object store."""
-
     rows: DataProto
     keys: tuple[str, ...]
     pieces: tuple[Piece, ...]

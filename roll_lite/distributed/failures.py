@@ -17,8 +17,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster: a rank raised, died or timed out. The cluster's ranks are killed first, except when a phase times out in
-    `pending.pause`."""
+    """First failure of a cluster: a rank raised, died or timed out. The cluster's ranks are killed first (not by `pending.pause`)."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -35,7 +34,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return a copy that ends the run; its message names the number of restarts and the setting that limits them."""
+        """Return a copy that ends the run; its message names the restarts and the setting that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -64,7 +63,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """All members of a Fleet are dead. `place`: number of the member that died last."""
+    """Death of all members of a Fleet. `place`: the last to die."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -100,14 +99,13 @@ def may_be_aftermath(error: BaseException) -> bool:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """True for network and device errors, and for objects lost with their node."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     names = {one.__name__ for one in type(cause).__mro__}
     return bool(names & {"DistError", "AcceleratorError", "ObjectLostError"}) or (type(cause) is RuntimeError and "gloo" in str(cause))
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """Return a one-line cause. `name`: process name to prepend, except to a MemberLost."""
+    """`name`: process name to prepend, except to a MemberLost."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):

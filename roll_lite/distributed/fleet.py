@@ -27,7 +27,7 @@ class Member(Protocol):
         ...
 
     async def until_lost(self) -> str:
-        """Wait until the member dies; return the cause. Called after every start."""
+        """Wait until the member dies; return the cause."""
         ...
 
     def kill(self) -> None: ...
@@ -40,9 +40,8 @@ class SlowStart(MemberLost):
 @dataclass(frozen=True)
 class Policy:
     start_timeout_s: float | None
-    """Time limit of one attempt to start."""
     restarts: int | None = None
-    """Maximum restarts of a member per hour; None: unlimited."""
+    """Maximum restarts per hour of a member; None: unlimited."""
     attempts: int = 3
     path: str = ""
 
@@ -51,9 +50,7 @@ class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
-    """Dead, to be restarted."""
     DOWN = "down"
-    """Dead, with no restarts left."""
 
 
 M = TypeVar("M", bound=Member)
@@ -73,11 +70,8 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """Supervisor that starts, watches and restarts members.
-
-    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
-    the fleet. `down(error)` is called once, when no member is left or the fleet has ended by an exception.
-    """
+    """`serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it
+    ends the fleet. `down(error)` is called once, when no member is left or the fleet has ended by an exception."""
 
     def __init__(
         self,

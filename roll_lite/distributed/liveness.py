@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Clock of a process's silence. Each `look` adds the time since the last one, at most `most_s`: a pause of the observing process hardly
-    counts."""
+    """Clock of a process's silence. Each `look` adds the time since the last, at most `most_s`: a pause of the observer hardly counts."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -56,7 +55,7 @@ class Heartbeat:
         return self._limit_s
 
     async def until_silent(self) -> float:
-        """Wait until an answer takes longer than the limit; return the limit. Exceptions of `ask` propagate."""
+        """Wait until an answer takes longer than the limit; return the limit."""
         self.listen(0.0)
         while True:
             if not self._is_busy():
@@ -77,8 +76,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Add the time since the last call to `silent_s` (since the last answer) and `waited_s` (since the last question), at most `most_s`
-        (None: 2 * `look_s`), so that pauses of this process hardly count."""
+        """Advance `silent_s` (since the last answer) and `waited_s` (since the last question), at most by `most_s` (None: 2 * `look_s`):
+        pauses of this process hardly count."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

@@ -8,11 +8,8 @@ from typing import Any
 
 def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
     """Run all threads of this process on the CPUs of its GPU's NUMA node, where their host memory then lies; later threads and processes
-    inherit that. Return the CPUs; none if nothing changed: one node, no information, or the user has bound the process (to fewer CPUs than
-    its cgroup's).
-
-    `properties`: the GPU's, from torch. `root` holds `sys` and `proc`.
-    """
+    inherit that. Return the CPUs; none if nothing changed: one node, no information, or the user has bound the process. `properties`: the
+    GPU's, from torch. `root` holds `sys` and `proc`."""
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     device, allowed = root / "sys/bus/pci/devices" / place, os.sched_getaffinity(0)
     try:
@@ -34,6 +31,5 @@ def _given(root: Path) -> set[int]:
 
 
 def _numbers(file: Path) -> set[int]:
-    """Parse a list of CPUs such as `0-3,8`."""
     ends = [part.partition("-") for part in file.read_text().strip().split(",")]
     return {number for first, _, last in ends for number in range(int(first), int(last or first) + 1)}

@@ -35,16 +35,16 @@ DUMP_SECONDS = 0.5
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref`: Ray reference to the result; None if the rank is already lost; a list for several results."""
+        """`ref`: None if the rank is already lost; a list for several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
-        """References to the further results, which keep them in the object store even if the rank dies."""
+        """References to further results: they stay in the object store even if the rank dies."""
         self.group = group
         self.rank = rank
         self.phase = phase
         self.ref: ray.ObjectRef | None = first
         self.value: Any = None
         self.may_be_lost = may_be_lost
-        """True: if the rank dies, the call ends without a value instead of raising."""
+        """True: the rank's death ends the call without a value."""
         self.lost = ref is None
 
     @property
@@ -75,7 +75,7 @@ class Pending(Generic[T]):
         self.group.phases.append(self.phase)
 
     def result(self, timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> T:
-        """Wait for the result. `timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
+        """`timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
         _wait([self], timeout_s, poll=poll)
         return self._collect([call.value for call in self.calls])
 
@@ -99,7 +99,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the deadline (monotonic clock). The cluster's limit is the default, except inside a phase with its own limit."""
+        """Return the monotonic time. The cluster's limit is the default, except inside a phase with its own limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -115,8 +115,8 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of a cluster whose independent ranks are all dead; or, if their supervising worker dies within BLAME_SECONDS, its
-    failure, which names the cause."""
+    """Raise the failure of the cluster's supervisor, which names the cause, if it dies within BLAME_SECONDS; else of the cluster, whose
+    independent ranks are all dead."""
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -151,8 +151,8 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, in a loop that waits for the event `waits_for`. RankFailed if a rank fails or the phase times out; the message
-    then names `rank`."""
+    """Sleep half a second, in a loop that waits for the event `waits_for`. RankFailed if a rank fails, or of `rank` if the phase times
+    out."""
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -195,8 +195,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank at fault. Look for a dead rank first: a rank that reports a broken collective may only have noticed its
-    death."""
+    """Raise the failure of the rank at fault: of a dead one first, since a broken collective may only be a consequence."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -219,7 +218,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank. If it ended because its Fleet's members are all dead, blame the last of them."""
+    """Raise the failure of a dead rank or, if it ended because its Fleet's members are all dead, of the last of them."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -267,8 +266,8 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the first rank without an answer. If all answer, return one that others wait for and that waits for none: of two ranks in a
-    process group, the one that has begun more collectives waits for the other."""
+    """Return the first rank without an answer, else one that others wait for and that waits for none: of two ranks in a process group, the
+    one that has begun more collectives waits for the other."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}
@@ -289,7 +288,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
-    """Ask ranks where they stand; return the answers within STACK_SECONDS."""
     if not group.deaths:
         return {}
     refs = {group.stand(rank): rank for rank in ranks}
@@ -302,7 +300,7 @@ def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
 
 
 def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
-    """Return stack traces of the first MOST_STACKS ranks. A rank that has not answered is asked by SIGUSR1."""
+    """Return stack traces of the first MOST_STACKS ranks, by SIGUSR1 if they have not answered."""
     if not group.deaths:
         return ""
     text = ""
@@ -316,7 +314,7 @@ def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -
 
 
 def _dumped(place: Place | None, log: Path | None) -> str:
-    """Return the stacks that a process on this node writes to its log on SIGUSR1, even if it never releases the GIL."""
+    """Return the stacks that a process on this node writes on SIGUSR1, even if it never releases the GIL."""
     process = None if place is None else place.process
     if process is None or is_stopped(process) or log is None or not log.exists():
         return ""

@@ -57,7 +57,7 @@ def node_addresses() -> dict[str, str]:
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Return the processes at `places`, and their children, that are stopped by SIGSTOP on this node."""
+    """Return the processes at `places` on this node, and their children, that SIGSTOP has stopped."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -83,7 +83,6 @@ LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
 """A process counts as stopped after STOPPED_LOOKS polls in a row: some poll finds a merely slow one running."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
-"""Class name -> role of workers that the rollout service starts."""
 
 
 def member_places() -> list[tuple[str, int, Place]]:
@@ -105,7 +104,7 @@ class ActorMember(ABC):
     """Fleet member that is one actor without devices. The actor needs methods `prepare` and `place`."""
 
     nodes: ClassVar[Sequence[str]] = ()
-    """Ids of the nodes on which members start, in turn; empty: Ray chooses."""
+    """Nodes on which members start, in turn; empty: Ray chooses."""
     _started: ClassVar[Iterator[int]] = count()
 
     def __init__(self, name: str, actor_class: type, *arguments: Any) -> None:
@@ -119,7 +118,6 @@ class ActorMember(ABC):
     def is_busy(self) -> bool: ...
 
     async def prepare(self) -> Any:
-        """Start the actor and return the result of its `prepare`. ValueError for a configuration mistake."""
         self._place = None
         where = NodeAffinitySchedulingStrategy(self.nodes[next(self._started) % len(self.nodes)], soft=True) if self.nodes else None
         self.actor = ray.remote(self._actor_class).options(num_cpus=0, scheduling_strategy=where).remote(*self._arguments)
@@ -138,7 +136,7 @@ class ActorMember(ABC):
         return f"{self.name}{where}: {cause}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process, if on this node, is stopped (SIGSTOP). Busy members are not asked for answers."""
+        """Wait until the process, if on this node, is stopped (SIGSTOP): busy members are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

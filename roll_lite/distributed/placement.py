@@ -1,7 +1,7 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
-Devices are numbered across nodes; roles that list the same number share the device. One placement group holds all devices.
-`placement.nodes` fixes each device's node; else Ray chooses as few nodes as possible.
+Devices are numbered across nodes; roles that list the same number share the device. `placement.nodes` fixes each device's node; else Ray
+chooses as few nodes as possible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NODE_SHARE = 0.001
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Time limit for reserving devices on the chosen nodes. Another job may have taken them: then choose again."""
+"""Time limit for reserving devices on the chosen nodes, which another job may have taken: then choose again."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
 
@@ -132,7 +132,7 @@ def beside_driver() -> Slot:
 
 
 def _cpu_slot(slots: int) -> float:
-    """Largest share of a core per slot, at most 1, with which all slots fit into the free cores."""
+    """Largest share of a core, at most 1, with which all slots fit into the free cores."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -142,7 +142,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core per slot, at most 1, that fits each node's free cores. `counts`: slots by node id."""
+    """Largest share of a core, at most 1, that fits each node's free cores. `counts`: slots by node id."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -213,8 +213,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers. None if
-    impossible. `room`: (Ray node, its free devices); `wanted`: node number -> devices."""
+    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers. `room`: (Ray
+    node, its free devices); `wanted`: node number -> devices."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -235,7 +235,7 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: each device's node, if fixed."""
+    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: each device's, if fixed."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
@@ -261,7 +261,7 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    """Bundles sorted by node and GPU, so that consecutive device numbers share a node."""
+    """Sort bundles by node and GPU: consecutive device numbers then share a node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]

@@ -22,8 +22,6 @@ KILL_SECONDS = 30.0
 
 
 class Pulse:
-    """Heartbeat of a watched rank, polled by every wait in this process."""
-
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
         """None before the first call to the cluster."""
@@ -33,8 +31,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Ask the rank if a question is due, or check for its answer. Return how long the open question has waited (0: none is open);
-        pauses of this process hardly count."""
+        """Ask the rank if a question is due, or check for its answer. Return how long the open question has waited (0: none is open)."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -71,7 +68,6 @@ class RankGroup:
         self.log_folder = log_folder
         self.timeout_s = timeout_s
         self.live_alone = live_alone
-        """True if a Fleet handles deaths, and the other ranks continue."""
         self.replaceable: set[int] = set()
         self.initial_ranks = len(self.actors) if initial_ranks is None else initial_ranks
         self._make = make
@@ -162,7 +158,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak references: dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak: dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
         """Groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}
@@ -195,7 +191,7 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return reference -> (group, rank) for groups that end when one rank dies. A reference is ready when its rank is dead."""
+        """Return reference -> (group, rank) for groups that end with any rank. A reference is ready when its rank is dead."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -209,7 +205,7 @@ class LivenessWatch:
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """Limit how long heartbeat answers may take inside the block; None or 0: unlimited."""
+        """Limit the time of heartbeat answers inside the block; None or 0: unlimited."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -217,7 +213,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """Return (group, rank, limit in seconds) of a rank that exceeded the limit of `expecting_answers`."""
+        """Return (group, rank, limit in seconds) of a rank beyond the limit of `expecting_answers`."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -50,7 +50,7 @@ LONGEST_BASE = 40
 """Maximum length of the temporary folder's path. Ray appends up to 64 characters; a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Keep Ray from printing errors of calls that nobody awaits, such as those of a replaced engine."""
+"""Keep Ray from printing errors of calls without a waiter, such as a replaced engine's."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -69,7 +69,6 @@ class RaySession:
     address: str
     started: bool
     log_folder: Path | None
-    """Folder for the workers' output; None: Ray's own."""
     other_nodes: list[str] = field(default_factory=list)
 
 
@@ -155,8 +154,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only one on this machine. Private clusters of runs
-    do not count."""
+    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only one on this machine, without runs' private
+    ones."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -219,8 +218,8 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """Keep ray.init from starting dashboard, autoscaler and log monitor, which no private cluster needs. There are no settings: with
-    include_dashboard=False, the dashboard still starts and ray.init waits for it."""
+    """Keep ray.init from starting dashboard, autoscaler and log monitor. There are no settings: with include_dashboard=False, the dashboard
+    still starts and ray.init waits for it."""
     parameter, services = ray._private.parameter, ray._private.services
     before = parameter.RayParams, services.start_api_server
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
@@ -278,8 +277,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block. Keep Ray from starting the thread that prints its servers' reports: the run reports deaths
-    itself."""
+    """Limit the time of ray.init in the block. Keep Ray from printing its servers' reports: the run reports deaths itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
@@ -295,8 +293,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark, an id in its processes' environment. Meanwhile, a guard process watches the driver. On
-    a cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
+    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver. On a
+    cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)
@@ -328,7 +326,6 @@ def _process_namespace() -> str:
 
 
 def _purge(base: Path) -> None:
-    """Remove folders and processes of sessions whose driver and guards were killed."""
     for folder in base.glob(FOLDER_PREFIX + "*"):
         try:
             owner = (folder / OWNER_FILE).read_text()

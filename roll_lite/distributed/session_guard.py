@@ -1,8 +1,7 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Some processes that Ray starts outlive the driver. The guard kills every process with the session's mark (an id) in its environment, or with
-open files of the session. A second guard runs in case one is killed with the driver. Every Ray worker imports this file: standard library
-only.
+Some processes that Ray starts outlive the driver. The guard kills all with the session's mark (an id) in their environment, or with open
+files of the session. A second guard runs in case one is killed with the driver. Every Ray worker imports this file: standard library only.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD. Ray 2.60 with its subreaper ignores SIGCHLD, so that subprocess reports exit code 0 for
-    every child. Adopted orphans then stay zombies until the worker ends."""
+    """Restore the default handling of SIGCHLD. Ray 2.60 with its subreaper ignores it, so that subprocess reports exit code 0 for every
+    child. Adopted orphans then stay zombies."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
     """Return the pids of this user's processes with the session's mark in their environment, and of Ray's workers with open files in its
-    folder: a process title may have overwritten their environment."""
+    folder, whose process title may have overwritten their environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -77,8 +76,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Wait for the driver's end; replace the other guard if it dies. Return False if the driver died, True if it reported its end or the
-    session is cleaned up."""
+    """Return False if the driver died, True if it reported its end or the session is cleaned up. Meanwhile, replace the other guard if it
+    dies."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

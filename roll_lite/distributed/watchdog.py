@@ -1,5 +1,5 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread. The main thread notices a passed limit or a
-lost Ray session while it waits in pending.py; if a call into Ray never returns, the watchdog thread records the run's end and kills the
+lost Ray session while it waits in pending.py; if it is stuck in a call into Ray, the watchdog thread records the run's end and kills the
 process."""
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Watchdog:
         self._lost_at = 0.0
         self._told = False
         self.silence_s: float | None = None
-        """Seconds that one of Ray's processes may stay stopped (SIGSTOP)."""
         self.preempted_at: float | None = None
         """Monotonic time of a SIGTERM, which the next wait raises as Preempted."""
         self._keeps_on = False
@@ -88,7 +87,7 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """Raise SessionLost or Preempted, if due. Called by every wait of the main thread."""
+        """Called by every wait of the main thread. SessionLost or Preempted, if due."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)
@@ -112,7 +111,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """Run the watchdog thread inside the block. If the main thread is stuck, call `give_up(cause)` to end the process."""
+        """Run the watchdog thread inside the block. If the main thread is stuck, `give_up(cause)` ends the process."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)

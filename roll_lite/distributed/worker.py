@@ -44,10 +44,10 @@ class Address:
 
 
 class Stand(NamedTuple):
-    """What a process does: the collectives that it has begun, and its threads' stack traces."""
+    """Collectives that a process has begun, and its threads' stack traces."""
 
     begun: Mapping[str, int]
-    """Number of the last collective begun, by process group."""
+    """Process group -> number of the last."""
     unfinished: Sequence[str]
     stacks: str
 
@@ -56,12 +56,12 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Worker with synchronous methods, which run one at a time, not on the main thread. A worker that needs the main thread sets `watched =
-    False`; its death is then noticed only at the next call."""
+    """Synchronous methods, which run one at a time, not on the main thread. A worker that needs the main thread sets `watched = False`; its
+    death is then noticed only at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
-    """True if a `Fleet` handles a worker's death, and the cluster's other workers continue."""
+    """True if a `Fleet` handles a worker's death."""
     max_restarts: ClassVar[int] = 0
     """Maximum restarts by Ray; -1: unlimited. Allowed only with `watched = False`. The caller must then initialize the worker again."""
 
@@ -102,7 +102,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Return the strategy's layout; None: each rank is a data-parallel rank."""
+        """None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
@@ -120,8 +120,6 @@ class Worker:
 
 
 class AsyncWorker(Worker):
-    """Worker with coroutine methods in one event loop."""
-
     def __init__(self) -> None:
         super().__init__()
         self._end: Exception | None = None
@@ -198,8 +196,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones. GPU collectives
-    are launched early: unfinished ones need not block the process."""
+    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones: GPU collectives
+    are launched early and need not block the process."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
         for entry in _recorded_collectives():
@@ -212,7 +210,7 @@ def begun_collectives() -> tuple[dict[str, int], list[str]]:
 
 
 def _recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Read torch's flight recorder, which is on by default. Sends and receives are left out: their state is not kept up to date."""
+    """Read torch's flight recorder, which is on by default, without sends and receives, whose state is not kept up to date."""
     recorder = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         entries = json.loads(getattr(recorder, name)(True, False)).get("entries", []) if hasattr(recorder, name) else []
@@ -220,7 +218,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Stack traces of other threads, except Ray's and idle ones."""
+    """Stack traces, without Ray's and idle threads."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

@@ -26,9 +26,9 @@ _WITHOUT_EFFECT = (
     *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
     *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 )
-"""Ignored PEFT settings: the weights file shows which layers are adapted, init_lora_weights the initialization."""
+"""Ignored settings: the weights file shows which layers are adapted, init_lora_weights the initialization."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base model unchanged; others move part of its weights into the adapters."""
+"""Values that leave the base model unchanged; others move part of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     feed_forward: int | None
-    """Of dense layers; None if all layers have experts."""
+    """Size of dense layers; None if all layers have experts."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
@@ -214,13 +214,13 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Return the sliding attention window of a Mistral model, 4,096 if the field is missing; None for other families: the whole context."""
+    """Sliding window of a Mistral model, 4,096 if the field is missing; None for other families."""
     given = {"sliding_window": 4096, **raw}
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Return the number of key/value heads: the family's default if missing, `heads` if null."""
+    """Number of key/value heads: the family's default if missing, `heads` if null."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 

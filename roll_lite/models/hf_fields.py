@@ -68,7 +68,6 @@ WITH_EXPERTS = ("qwen3_moe",)
 _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
-"""Supported endings of an architecture's class name."""
 POLICY_HEADS = ("ForCausalLM",)
 """Endings of architectures that generate text. Engines would load others, but without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
@@ -80,7 +79,7 @@ _ROPE_FIELDS = {
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
-    """Yield a message per unsupported field. `heads`: allowed endings of the architecture's class name."""
+    """`heads`: allowed endings of the architecture's class name."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]

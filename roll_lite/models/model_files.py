@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return a folder's safetensors tensors by name. ValueError for broken or missing files."""
+    """ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -142,7 +142,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Return a message if a tensor contains NaN or infinity. Only the first 4 KiB of up to 500 tensors are read."""
+    """Search for NaN and infinity in the first 4 KiB of up to 500 tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -156,7 +156,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message if shape or dtype is wrong. `by`: source of the wanted shape."""
+    """`by`: source of the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):

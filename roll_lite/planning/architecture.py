@@ -22,8 +22,8 @@ class Architecture:
     hf: HfConfig
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
-        """Count the parameters, with tensor parallelism (`parallel`) those on one engine rank. Ranks that share a key/value head each hold
-        a copy."""
+        """Count the parameters or, with tensor parallelism (`parallel`), those on one engine rank. Ranks that share a key/value head each
+        hold a copy."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -50,7 +50,7 @@ class Architecture:
         return hf.hidden * (2 * hf.heads * hf.head_dim + keys) + (hf.heads * hf.head_dim + keys if hf.qkv_bias else 0)
 
     def _feed_forward(self, layer: int, expert_parallel: int | None = None) -> int:
-        """Count the feed-forward parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
+        """Parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
         hf = self.hf
         if not hf.experts or not hf.has_experts(layer):
             return 3 * hf.hidden * hf.feed_forward
@@ -58,8 +58,8 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Find the model's architecture. Read config.json in folder `named` (option --model) or, without it, `path`. If there is none, choose
-    the public model whose name begins the folder's name or, if no path is set, the configuration's."""
+    """Read config.json in folder `named` (option --model) or, without it, `path`; else choose the public model whose name begins the
+    folder's name or, if no path is set, the configuration's."""
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

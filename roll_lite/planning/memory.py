@@ -45,7 +45,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Of offloaded roles that are loaded in turns, `total` counts only the largest."""
+    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
     total: int
 
 
@@ -79,7 +79,7 @@ def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architect
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Trace a pipeline stage. Large ones are extrapolated from two and three layers: memory grows linearly with equal layers."""
+    """Trace a pipeline stage; large ones are extrapolated from two and three layers, as memory grows linearly with equal layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_per_chunk(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)

@@ -39,7 +39,6 @@ from roll_lite.planning.time import DEVICES, Device, StepTime, step_time, under_
 from roll_lite.simulator.report import table_of_runs
 
 LISTED, TRIED = 5, 80
-"""Maximum layouts that `roll-lite plan --search` lists and tries."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Plan:
     time: StepTime
     cached_tokens: int
     problems: list[str]
-    """Messages about what does not fit."""
 
 
 def planned(config: RunConfig, model: Architecture, device: Device) -> Plan:
@@ -132,7 +130,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try layouts on this many devices, estimated fastest first, until enough fit. Return plans for those."""
+    """Try layouts, estimated fastest first, until enough fit. Return plans for those."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
@@ -178,8 +176,7 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield configurations with the given tensor_parallel of the engines and with the fastest other value, among those whose KV cache holds
-    a sample."""
+    """Yield configurations with the engines' given tensor_parallel and with the fastest other value, if the KV cache holds a sample."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:

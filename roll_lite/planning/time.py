@@ -25,7 +25,7 @@ class Device:
     """Peak for dense bfloat16 matrix products."""
     memory_gb_s: float
     link_gb_s: float
-    """Bandwidth to other devices of the node, in one direction."""
+    """Bandwidth to other devices of the node, one way."""
     network_gb_s: float
     """Bandwidth of one device to other nodes; each device has a network adapter."""
 
@@ -33,7 +33,7 @@ class Device:
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
-"""Fractions of the device's peaks that are reached: training; forward passes and prefill; reading device memory; links and network."""
+"""Reached fractions of peak: training; forward passes and prefill; reading device memory; links and network."""
 LAYER_S = 12e-6
 """Seconds per layer of an engine's forward pass, besides reading weights; doubled with tensor parallelism."""
 STEPS = 8
@@ -161,8 +161,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply` (how far generation runs ahead of training) and, unless engines and trainer share devices,
-    the others."""
+    """Simulate the configured `rollout.supply` and, unless engines and trainer share devices, the others."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

@@ -30,7 +30,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if a <think> stays open, perhaps one at the end of `prompt`."""
+    """Return the text after the last </think>; empty if a <think> stays open, perhaps at the end of `prompt`."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
@@ -65,7 +65,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return the contents of the last nonempty \boxed{} and of the boxes before it that only commas, `and` or `or` join to it."""
+    r"""Return the contents of the last nonempty \boxed{} and of earlier ones that only commas, `and` or `or` join to it."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
-A failed sample is left out of training. Only the reference answer, a service or the machine may cause a failure. A bad response gets a low
-score: otherwise the policy could learn to have wrong responses left out.
+Failed samples do not train. Only the reference answer, a service or the machine may cause a failure; a bad response gets a low score:
+otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused. A harmless response is then scored instead: if that succeeds, the suspected response gets
-    the reward's lowest score; otherwise the sample fails."""
+    """Failure that the response may have caused. A harmless response is scored instead: if that succeeds, the suspected one gets the lowest
+    score; otherwise the sample fails."""
 
 
 class RewardType(Section):
@@ -49,12 +49,11 @@ class RewardType(Section):
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer first: scoring an empty response then checks cheaply that the reference is
-    readable."""
+    """True if the reward parses the reference answer first: scoring an empty response then checks cheaply that it is readable."""
     answers_are_responses: ClassVar[bool] = True
     """False if a reference answer cannot be scored as a response, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
-    """Arguments that may hold a secret; messages hide their values."""
+    """Arguments that may hold a secret, hidden in messages."""
 
     def __call__(self, sample: Any) -> Any:
         raise NotImplementedError
@@ -80,7 +79,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return argument -> data columns that its value names."""
+        """Return argument -> data columns."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -97,7 +96,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer as a response in the form that `extract` requires. None if it is neither text nor number."""
+    """Write the answer in the form that `extract` requires. None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -115,7 +114,7 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run `score` or `scores` of a sync function without an event loop: their coroutines never suspend."""
+        """Run `score` or `scores` of a sync function without an event loop: they never suspend."""
         try:
             scoring.send(None)
         except StopIteration as end:

@@ -1,5 +1,3 @@
-"""Reward `model`; the models run in workers/reward_model.py."""
-
 from __future__ import annotations
 
 import math

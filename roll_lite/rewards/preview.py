@@ -76,7 +76,7 @@ class References:
     total: int
     unreadable: dict[int, str]
     read: int
-    """Number of references checked; less than `total` if the time ran out."""
+    """Less than `total` if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -139,8 +139,8 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Load the prompts, and choose (prompt, response, finish reason) to score. The whole split is loaded if responses come from a file or
-    all reference answers are checked; otherwise only `look.limit` prompts."""
+    """Choose (prompt, response, finish reason) to score. The whole split is loaded if responses come from a file or all reference answers
+    are checked; otherwise only `look.limit` prompts."""
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:
@@ -173,8 +173,7 @@ def _response(prompt: Prompt, reward: RewardType | None, look: Look) -> str:
 
 
 def _readable(file: Path, domain: str) -> Iterator[tuple[str, Given]]:
-    """Yield the domain's responses in a file of `--responses` as (file and line, record), without failed samples. ValueError for an invalid
-    record."""
+    """Yield the domain's responses in a file of `--responses` as (file and line, record), without failed samples."""
     for row in read_rows(file.absolute()):
         content, place = row.content, f"--responses: {row.place}"
         if isinstance(content, str):

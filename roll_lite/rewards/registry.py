@@ -56,7 +56,6 @@ def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
-    """Build the reward of the YAML section at `path`; ValueError for a mistake in it."""
     base = _build_function(config.name, config.args, path)
     functions = [_build_function(term.name, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
     labels = labels_of([function.name for function in functions])

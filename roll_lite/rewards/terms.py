@@ -1,5 +1,3 @@
-"""Sum of a base reward and weighted terms; rewards `length` and `repetition`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

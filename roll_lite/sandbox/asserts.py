@@ -27,23 +27,21 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests: they get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
 class _Aborted(BaseException):
-    """Abandons the running test; not caught by `except Exception` in the tests."""
+    """Abandons the running test; not caught by `except Exception`."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy in the tests' process for one of the program's functions, classes or objects.
-
-    `at`: its address in the program's process: name of a function or class, number of an object, or [object's number, method name].
-    `has_methods`: True for an object of LeetCode's class Solution.
-    """
+    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: address in the program's process: name of a
+    function or class, number of an object, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
+    Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
         self._tests, self._at, self._has_methods = tests, at, has_methods
@@ -72,9 +70,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[int, Remote] = {}
         self._dead_reason = ""
-        """Why the program's process is unusable."""
         self._inside_reason = ""
-        """Why the test must run in the program's process."""
         self._limit_hit = ""
         self._used = False
 
@@ -245,7 +241,6 @@ def _is_left_by(tests: dict[str, Any], end: SystemExit) -> bool:
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run unittest's and pytest-style test classes; AssertionError unless all pass."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase

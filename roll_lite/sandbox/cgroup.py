@@ -1,4 +1,4 @@
-"""Control group (cgroup v2) of a sandbox, which counts and limits the resources of all processes of a program."""
+"""Control group (cgroup v2) of a sandbox, which counts and limits the resources of a program's processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU seconds since `begin`, without this process, which is in the group too."""
+        """CPU time since `begin`, without this process, which is in the group too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -72,7 +72,7 @@ def die_first() -> None:
 
 
 def make_group() -> Group | None:
-    """Create a control group beside this process's group, or below it; None if forbidden."""
+    """Create a control group beside or below this process's; None if forbidden."""
     for parent in _parents():
         with contextlib.suppress(OSError):
             for old in claimed_by_none(parent, PREFIX):

@@ -40,17 +40,15 @@ PACKAGES = ("site-packages", "dist-packages")
 """Hidden from programs: a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. Not /dev/zero: shared memory mapped from it is charged to no process."""
+"""Allowed devices. Not /dev/zero: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
 DEEPEST = 256
 BLOCK = 512
 SHARED = "/dev/shm"
 WORK = "/sandbox"
-"""Path of a program's folder in the sandbox."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """List readable paths besides SYSTEM: the interpreter's and `more`."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -172,7 +170,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. The folder is held open: no symlink can replace it."""
+    """List a folder while the program may still run. It is held open: no symlink can replace it."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"

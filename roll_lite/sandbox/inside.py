@@ -1,7 +1,7 @@
 """Guards for tests that run in the tested program's process, where the program could forge its verdict (docs/code_reward.md).
 
-They stop objects that equal everything, and operators that see the expected value as operand (`Area(3) - 28.274`), but not programs that
-read the interpreter's frames or memory.
+They stop objects that equal everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the
+interpreter's frames or memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return every name that these tests might patch in a module or class: attributes they assign, and all string constants (for
-    `setattr`)."""
+    """Return names that these tests might patch: attributes they assign, and all string constants (for `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -144,7 +143,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generator versions of three builtins: in a generator, a StopIteration from the program is an error, not the end of a loop."""
+"""Generators instead of three builtins: a StopIteration from the program is then an error, not the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -188,7 +187,7 @@ def compare(kinds: list[str], *values: Any) -> Any:
 
 
 def _compared(kind: str, first: Any, second: Any) -> Any:
-    """Compare two values. Two objects of the program must also have equal state to be equal."""
+    """Compare two values. Two objects of the program must also have equal state."""
     if kind in ("In", "NotIn"):
         return _holds(second, first) == (kind == "In")
     own = _has_own_comparison(first), _has_own_comparison(second)
@@ -234,7 +233,7 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Disable the guards. Return the names replaced during the test: operator methods of classes, and functions that we added, such as
+        """Disable the guards. Return the names replaced during the test: operator methods, and functions that we added, such as
         `__compare__`."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
@@ -244,7 +243,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes, which the program may have just created. Return the value."""
+    """Guard the operators of a value's class and of its items' classes, which may be new. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -263,8 +262,8 @@ def guard_named_value(value: Any) -> Any:
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract for a test's `abs(a - b)`. If only one value is an object of the program, convert it to plain data first: its `__sub__`
-    would see the expected value and could fake the result."""
+    """Subtract for a test's `abs(a - b)`. If only one value is the program's object, convert it to plain data first: its `__sub__` would
+    see the expected value and could fake the result."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
@@ -327,14 +326,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """True for an object of the program's classes, or a nonempty container of only such objects, at any depth."""
+    """True for an object of the program's classes, or a nonempty container of only such objects."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if an operator is applied by the test, not the program. `frame`: caller of the operator's method."""
+    """True if the test applies an operator, not the program. `frame`: caller of the operator's method."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -359,12 +358,12 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__` is odd)."""
+    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value or its items would call an operator of the program; also guards the operators of such classes."""
+    """True if comparing the value or its items would call an operator of the program; guards those operators."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

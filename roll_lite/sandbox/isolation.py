@@ -47,8 +47,7 @@ TRIAL = {
 
 @dataclass
 class Isolation:
-    """Isolation of the interpreter. `held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing
-    ones."""
+    """`held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing ones."""
 
     kind: str
     held: dict[str, str]
@@ -59,7 +58,7 @@ class Isolation:
 
 
 def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
-    """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
+    """Isolate this process by the strongest kind, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))
@@ -210,7 +209,6 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """Isolate a program's process and set its limits. OSError if that fails."""
     os.setsid()  # signals to the process's own group would pass through pid namespaces
     if isolation.kind == "namespaces":
         _own_namespaces(isolation, limits)
@@ -322,8 +320,7 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children to these paths with landlock; requires no_new_privs. `named`: folders that may only be
-    listed."""
+    """Restrict this process and its children with landlock; requires no_new_privs. `named`: folders that may only be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

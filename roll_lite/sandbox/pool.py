@@ -1,5 +1,3 @@
-"""Trusted side of the sandboxes: start them, send programs, collect outcomes, and replace dead sandboxes."""
-
 from __future__ import annotations
 
 import array
@@ -64,9 +62,9 @@ class Limits:
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """Maximum processes and threads besides the first."""
+    """Processes and threads besides the first."""
     open_files: int = 64
-    """Per process. Low, because socket buffers are charged to no process."""
+    """Limit per process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,13 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status, or minus the number of the signal that ended the program."""
+    """Exit status, or minus the signal's number."""
     stopped: str
-    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox); empty if none."""
+    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox), or ""."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """Bytes that the program wrote to file descriptor 3."""
+    """Content of file descriptor 3."""
     seconds: float
     cpu_s: float
 
@@ -146,11 +144,10 @@ class Protections:
 
 
 class Sandbox:
-    """Isolated, preloaded Python interpreter (zygote.py) that runs one program at a time."""
+    """Preloaded interpreter (zygote.py) that runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try. `readable`: more folders that programs may read; `python_path`: that they may also import
-        from."""
+        """`walls`: strongest isolation to try. `readable`: more readable folders; `python_path`: also for imports."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
         # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
@@ -240,7 +237,6 @@ class Sandbox:
                 self._line.send(what)
 
     def printed(self) -> bytes:
-        """Return the end of the running program's standard output, at most `output_kb` kilobytes."""
         assert self._running is not None
         program, (_, _, stdout, *_), _ = self._running
         most = program.limits.output_kb * 1024
@@ -284,7 +280,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox if needed. SandboxTrouble if that fails or loses a protection."""
+        """SandboxTrouble if the start fails or loses a protection."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -349,7 +345,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes. ValueError if required protections are missing, unless `allow_unprotected`."""
+        """ValueError if required protections are missing, unless `allow_unprotected`."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -392,7 +388,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start a job and return the sandbox to wait for: of a pair, which share a socket, the one with the tests."""
+        """Return the sandbox to wait for: of a pair, which share a socket, the one with the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

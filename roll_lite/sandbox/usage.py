@@ -1,5 +1,3 @@
-"""Measure the resources of all processes of a program, by sampling from outside or reading a control group."""
-
 from __future__ import annotations
 
 import contextlib
@@ -34,10 +32,10 @@ class Usage:
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Resident pages of this interpreter, subtracted from forked programs, which share them."""
+            """Resident pages of this interpreter, which forked programs share."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings, by (pid, start time); each sample counts those of one random process."""
+        """Number of memory mappings, by (pid, start time); a sample counts one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -54,7 +52,7 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of an exceeded limit, or "". `members`: pids of all the program's processes; `first`: pid of the first."""
+        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: of the first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -96,8 +94,8 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit; with namespaces, the kernel limits it. Measured only if free disk space has changed
-        by more than a quarter of the limit; even a rise, as others' deletions can hide writes."""
+        """True if the program's folder exceeds a limit, which with namespaces the kernel enforces. Measured only if free disk space has
+        changed by more than a quarter of the limit; even a rise, as others' deletions can hide writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -143,13 +141,13 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec: its stack starts at this interpreter's address or, if the kernel hides addresses, the flag "forked,
-        no exec" is set."""
+        """True for a fork without exec: its stack starts at this interpreter's address or, if addresses are hidden, the flag "forked, no
+        exec" is set."""
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the bytes in the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count
-        would include other programs."""
+        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count would
+        include other programs."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -175,8 +173,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Return the path, relative to /proc/PID, of a living thread if the main one has ended: /proc/PID itself then shows no memory. Else
-    empty."""
+    """Path, relative to /proc/PID, of a living thread if the main one has ended: /proc/PID itself then shows no memory."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -1,4 +1,4 @@
-"""Encode plain Python data as JSON, the only data exchanged between a program and the processes that judge it."""
+"""Encode plain Python data as JSON, the only data exchanged between a program and its judges."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard-library types that count as plain data -> function that returns a value's constructor arguments."""
+"""Standard-library types that count as plain data -> function that returns constructor arguments."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """Type name -> required type of the first argument: a number there could make a huge object."""
 ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments. Decoding would otherwise compute Fraction("1e99999999")."""
+"""Type name -> required type of all arguments: decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
-"""Maximum items with the same hash in a decoded set or dict; stops hash flooding."""
+"""Maximum items with the same hash in a decoded set or dict, against hash flooding."""
 PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Read a value's plain data by its built-in type's methods, ignoring overrides in subclasses."""
+"""Read plain data by the built-in type's methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
@@ -62,7 +62,7 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Convert plain data to a JSON-compatible form. `refer` encodes other values; without it, TypeError."""
+    """`refer` encodes other values; without it, TypeError."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -110,8 +110,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode the output of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict
-    views and numpy arrays become lists."""
+    """Inverse of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict views and
+    numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):

@@ -38,7 +38,7 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and on average between later ones. Random intervals keep programs from hiding between samples."""
+"""Seconds until the first usage sample, and on average between later ones. Intervals are random: programs cannot hide between samples."""
 DISK_LOOK_S = 0.002
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
@@ -92,7 +92,6 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str) -> NoReturn:
-    """Wait for the end of the zygote, kill its remaining processes and remove the folder."""
     # Namespaces end with the zygote. If this process, its parent, is killed, the zygote cleans up.
     os.waitpid(zygote, 0)
     if folder:
@@ -126,7 +125,7 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return limits and open files of the next request, or None when the connection is closed. Orders for a program that has ended are
+        """Return (limits, open files) of the next request; None when the connection is closed. Orders for a program that has ended are
         skipped."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
@@ -241,7 +240,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for an event, at most `pause` seconds. None if the program's folder is full."""
+        """None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):

@@ -1,5 +1,3 @@
-"""Decides which prompts start, and when."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,7 +27,7 @@ class Admission:
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.batches_requested = self.handed_out = self._resumed_at = 0
         self.announced, self._announced_tokens = 0, 0.0
-        """Admitted requests that have not reached the router: number and expected tokens."""
+        """Number and expected tokens of admitted requests that have not reached the router."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -65,7 +63,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until the event loop's next turn: then the router counts them itself."""
+        """Count a new group's requests as load until the router counts them, in the event loop's next turn."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -81,7 +79,7 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains without prompts; return True if none remains."""
+        """Return True if no domain remains."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
@@ -91,12 +89,12 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the smallest `batches_requested` at a group's admission that keeps the group fresh enough for the domain's next batch."""
+        """Return the smallest `batches_requested` at which an admitted group is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """Return True if finished groups fill the next three batches; further groups would become stale."""
+        """True if finished groups fill three batches; further groups would become stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
@@ -112,7 +110,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches: at most one batch of them may wait for scores."""
+        """Return how many samples each domain may start for later batches: at most one batch may wait for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

@@ -19,10 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many groups in a row, or 3 times the prompts per batch if that is more, are lost (all samples failed)."""
+"""Limit of groups lost in a row (all samples failed), or 3 times the prompts per batch if that is more: then the run fails."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""The run also fails if this fraction of the latest groups is lost, over LONG_WINDOW_FACTOR times as many groups."""
+"""Limit of the lost fraction of the latest groups, over LONG_WINDOW_FACTOR times as many: beyond it, the run fails."""
 
 
 class DomainFailed(RuntimeError):
@@ -54,7 +54,6 @@ class Domain:
     """Add one greedy sample per prompt, for ReMax; if it fails, the group is lost."""
     filter: GroupFilter | None = None
     epochs: int | None = None
-    """Passes over the prompts; None: endless."""
     least: int = 0
     episode: Episode = one_response
 
@@ -69,7 +68,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Batches requested before `group` was admitted: the staleness of continued samples counts from here."""
+    """Batches requested before `group` was admitted: continued samples' staleness counts from here."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -105,7 +104,7 @@ class DomainScheduler:
         self.name = domain.name
         self.epoch = 0
         self.owed = 0
-        """Prompts to start as replacements of lost, filtered or stale groups."""
+        """Replacements to start for lost, filtered or stale groups."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -115,17 +114,16 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
-        """Group number at the resumed checkpoint -> new number, for prompts then in flight."""
+        """Group number at the resumed checkpoint -> new number."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
-        """Why each of the latest groups was lost; None if it was not. Stale groups are left out."""
+        """Cause of each latest group's loss; None if not lost. Stale groups are left out."""
         self._given_up = 0
-        """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`): the batch may be smaller by that
-        many."""
+        """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of a running group that the batch waits for: it would be too old for the next batch."""
+        """Number of the running group that the batch waits for: it would be too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -161,7 +159,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int) -> bool:
-        """Start another prompt; return False if none is left."""
+        """Return False if no prompt is left."""
         self._tries_left += self._further_tries
         return self._start(batches_requested)
 
@@ -260,11 +258,8 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return the batch's `count` groups in order of admission; None if not ready.
-
-        The batch waits for a running group admitted before `minimum_admission_batch`, which the next batch could not take: dropping slow
-        groups would favour short responses.
-        """
+        """Return the batch's `count` groups in order of admission; None if not ready. The batch waits for a running group admitted before
+        `minimum_admission_batch`, too old for the next batch: dropping slow groups would favour short responses."""
         if self._waits_for is not None and self._waits_for in self._running:
             return None
         if len(self._finished) < count and (self._running or self.owed):
@@ -343,7 +338,7 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups again. A group continues from its `saved` samples, unless it was admitted before
+        """Restore the state and queue undelivered groups again. A group continues from its `saved` samples, unless admitted before
         `minimum_admission_batch`; else it starts from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
@@ -353,11 +348,11 @@ class DomainScheduler:
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Return the number of the group that continues group `number` of the resumed checkpoint, or `number`."""
+        """Number of the group that continues group `number` of the resumed checkpoint, or `number`."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Return checkpoint states of an undelivered group's samples, by index."""
+        """Checkpoint states of an undelivered group's samples, by index."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]
@@ -383,7 +378,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Mark a group's accepted samples (except the greedy baseline) with `outcome` and `cause`."""
+    """Mark accepted samples, except the greedy baseline."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

@@ -1,5 +1,4 @@
-"""Clients of engines. The router gets a future per request; calls to the engine are batched: a remote call costs as much as a short
-sample."""
+"""Clients of engines. Calls are batched: a remote call costs as much as a short sample."""
 
 from __future__ import annotations
 
@@ -34,10 +33,10 @@ class Asked:
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
         """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost."""
         self.parts: list[Turn] = []
-        """Pieces of the response so far, from which another engine can continue."""
+        """Pieces of the response, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
-        """Record the number of response tokens so far, at the start and every few seconds."""
+        """Called at the start and every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -54,16 +53,16 @@ class EngineClient(Protocol):
 class Collected:
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
-    """Response tokens so far of unfinished requests, by id."""
+    """Request id -> response tokens so far."""
     dead: str | None = None
-    """Cause of the engine's death; its unanswered requests are lost."""
+    """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Number of blocks that the engine holds ready for the next calls; a block is a table with the tokens of several samples."""
+    """Blocks that the engine holds ready for the next calls; a block is a table with the tokens of several samples."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers in turns and parts by the blocks."""
+        """Replace block numbers by the blocks."""
         return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 
@@ -72,7 +71,7 @@ def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """Client that exchanges requests and answers in batches. `frozen_admission`: pause the engine until it has all requests of a batch."""
+    """`frozen_admission`: pause the engine until it has all requests of a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -195,6 +194,6 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the engines on draining nodes, without one of them if no other engine serves. `nodes`: node of each serving engine."""
+    """Return the engines on draining nodes, without one of them if no other serves. `nodes`: node of each serving engine."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

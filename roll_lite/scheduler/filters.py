@@ -17,7 +17,6 @@ LOW, HIGH, FUNCTION = "low", "high", "function"
 
 class LeftOut(NamedTuple):
     word: str
-    """Reason in metrics: LOW, HIGH or FUNCTION."""
     text: str
 
 
@@ -28,9 +27,9 @@ Cause = Callable[[SampleGroup], LeftOut | None]
 class GroupFilter:
     cause: Cause
     tries: int = 10
-    """Maximum prompts tried for each group of a batch."""
+    """Maximum prompts tried per group of a batch."""
     fill: bool = True
-    """When the tries are used up: True: the run fails; False: it trains on the groups that it has."""
+    """True: the run fails when the tries are used up. False: it trains on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

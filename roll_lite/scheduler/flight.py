@@ -16,21 +16,20 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Maximum-length responses with which a length estimate starts: short responses finish first and would bias it."""
+"""Maximum-length responses that start a length estimate: short ones finish first and would bias it."""
 RESPONSES_REMEMBERED = 512
-"""Number of latest response lengths in an estimate: lengths drift during training."""
+"""Latest lengths in an estimate: lengths drift during training."""
 REFRESH = 16
-"""Lengths are sorted again once at least 1/REFRESH of them are new."""
+"""Lengths are sorted again once 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
 """Tolerance for timers that fire early."""
 LOOK_S = 1.0
 """Seconds between timeout checks while the engine is paused."""
 ABORT_PATIENCE_S = 10.0
-"""Time limit of an engine's answer to an abort."""
 
 
 DEADLY = 3
-"""Number of lost engines after which a request is given up: it may be the cause."""
+"""Lost engines after which a request is given up as their possible cause."""
 
 
 class RequestFailed(Exception):
@@ -47,7 +46,7 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Estimate of response lengths from a domain's latest responses and one of maximum length `most`."""
+    """Estimate from a domain's latest response lengths and one of maximum length `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -66,7 +65,7 @@ class ExpectedLength:
             self._sort()
 
     def left(self, generated: int) -> float:
-        """Return the expected further tokens: the mean length of longer responses, minus `generated`."""
+        """Expected further tokens: the mean length of longer responses, minus `generated`."""
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
 
@@ -145,7 +144,7 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Key of the shared token prefix: the sample's earlier turns if any, else an agent's own prompt or the sample group's."""
+        """Key of the shared token prefix: the sample's earlier turns if any, else an agent's own prompt or the group's."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -160,7 +159,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill beyond `shared_tokens`: new messages, and what was generated before an interruption."""
+        """Tokens to prefill beyond `shared_tokens`: new messages, and those generated before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -170,8 +169,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, including the present engine's, whose tokens are not yet joined: `tokens` covers only earlier engines (None:
-        nothing)."""
+        """Response so far, including the present engine's. `tokens` covers only earlier engines: the present one's are not yet joined."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -231,7 +229,7 @@ class Flight(Asked):
 
     def _look(self) -> None:
         """Abort the request if its timeout is up, else check again later. Once its engine generates for it, all its generation time counts,
-        on earlier engines too; before, how long the engine has generated for no request."""
+        on earlier engines too; before, the time in which the engine has generated for no request."""
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

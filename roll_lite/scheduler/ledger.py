@@ -1,4 +1,4 @@
-"""Lines of ledger.jsonl, written by the driver: how each sample group (the samples of a prompt) ended, and why."""
+"""Lines of ledger.jsonl, written by the driver: how each sample group ended, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
-"""Ways a group ends. The prompt of a stale or dropped group starts again."""
+"""Ends of groups. The prompt of a stale or dropped group starts again."""
 LONGEST_CAUSE = 200
 
 
@@ -21,8 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """`row`: (epoch, prompt). `batches_requested`: batches requested before the group started. `continues`: number of the dropped group
-    whose prompt this group started again."""
+    """`row`: (epoch, prompt). `batches_requested`: before the group started. `continues`: number of the dropped group with the same
+    prompt."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

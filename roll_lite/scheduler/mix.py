@@ -14,7 +14,7 @@ from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
-    """Assigns groups to domains by Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
+    """Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -60,7 +60,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """If domains or shares differ from the saved ones, counts start at zero."""
+        """Restore counts, which start at zero if domains or shares differ from the saved ones."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -73,12 +73,10 @@ class _Batch:
 
 
 class BatchPlan:
-    """Plan of coming batches: how many groups of each domain they hold, and which domain starts next. `least`: minimum groups per batch, by
-    domain."""
+    """Plan of coming batches: groups per domain, and which domain starts next. `least`: minimum groups per batch, by domain."""
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self.size = 0
-        """Groups per batch; 0 until the first is requested."""
         self._mix = DomainMix(shares)
         self._shares = dict(shares)
         self._least = {name: count for name, count in (least or {}).items() if count}
@@ -96,7 +94,7 @@ class BatchPlan:
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
         """Take the next planned group whose prompt has not started, and whose number is below its domain's limit in `most`. Return (domain,
-        number over all batches), or None."""
+        number over all batches)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -107,7 +105,7 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """Return True if one of the run's first `most` groups still needs a prompt of this domain."""
+        """True if one of the run's first `most` groups still needs a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 
@@ -120,7 +118,7 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return the turn of the first coming batch with this domain: 1 for the next; `most` + 1 if none of the next `most` has it."""
+        """Turn of the first coming batch with this domain: 1 for the next; `most` + 1 if none of the next `most` has it."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
@@ -154,7 +152,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch: prompts of later batches start again after a resumption."""
+        """Return the state after the last requested batch: prompts of later batches start again."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,7 +174,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Return (epoch of its file, row number over all files) of the next prompt."""
+        """Return (epoch of its file, row number over all files)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index
@@ -185,7 +183,7 @@ class MixedOrder:
         return {"mix": self._mix.state_dict(), "parts": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the order. Shares may differ from the saved ones, files may not."""
+        """Restore the order. Shares may have changed, files may not."""
         if state.get("parts", {}).keys() != self._orders.keys():
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files. {SAME_DATA}")
         self._mix.load_state_dict(state["mix"])

@@ -16,11 +16,11 @@ from roll_lite.scheduler.engines import EngineClient, EngineLost
 from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, RequestFailed
 
 NEW_COST = 0.1
-"""Weight of the newest request in the running average of a domain's load per request."""
+"""Weight of the newest request in a domain's mean load per request."""
 READY_SHARE = 0.25
-"""Requests sent beyond an engine's slots, as a fraction of them; they wait inside the engine and fill a free slot at once."""
+"""Requests sent beyond an engine's slots, as a fraction of them: they fill a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
-"""Aborts in a row without progress after which a request fails."""
+"""Maximum aborts in a row without progress."""
 
 
 class NoEngineLeft(RuntimeError):
@@ -44,7 +44,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """`engines_restart`: lost engines are replaced: if none is left, requests wait instead of failing."""
+        """`engines_restart`: lost engines are replaced; if none is left, requests wait instead of failing."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -104,7 +104,7 @@ class Router:
             self._go_on_from(flight, turn)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate a response together with its wave. An interrupted request starts over: a continuation would differ."""
+        """Generate together with the wave. An interrupted request starts over: a continuation would differ."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -132,8 +132,7 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request from its tokens. RequestFailed after too many aborts without progress; those by `hold` do not
-        count."""
+        """Continue an aborted request. RequestFailed after too many aborts without progress; those by `hold` do not count."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.aborts_without_progress = 0
@@ -146,7 +145,7 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """Return True if more prompts may start. `announced`: requests on their way here, with `tokens` expected tokens."""
+        """True if more prompts may start. `announced`: requests on their way here, with `tokens` expected tokens."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -159,7 +158,7 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Return the expected load of the domain's next request, in tokens; `most` if it is the first."""
+        """Expected load of the domain's next request; `most` if it is the first."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
@@ -212,7 +211,7 @@ class Router:
             self.gate.engines_changed()
 
     def _all_serve(self) -> bool:
-        """Return False if a lost engine will return but does not serve yet."""
+        """False if a lost engine will return but does not serve yet."""
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str, interrupt: bool = False) -> None:
@@ -293,7 +292,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests. The domain with the fewest in flight goes next: one domain's long responses must not delay others."""
+        """Begin with the domain with the fewest requests in flight: one domain's long responses must not delay others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -308,7 +307,7 @@ class Router:
             queue.popleft()
 
     def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
-        """Return an engine and the request's load; None if all engines are full or being replaced."""
+        """None if all engines are full or being replaced."""
         shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
@@ -353,7 +352,7 @@ class Wave:
         self._running = set(request_ids)
         self._all_serve = all_serve
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
-        """Answered requests, by id: engine, and the future that `starts_again` awaits."""
+        """Request id -> (engine, future that `starts_again` awaits)."""
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
@@ -376,7 +375,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """End the wave if all requests are answered; if engines were lost, restart their requests once all engines serve."""
+        """End the wave if all requests are answered; restart those of lost engines once all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}

@@ -49,7 +49,7 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if nothing follows the last response yet: a request that continues it extends this row."""
+        """True if nothing follows the last response: a request that continues it extends this row."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -60,11 +60,8 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually just one.
-
-    Its branches become training sequences (rows). A response extends the row of the response that it follows or, if that already continues
-    otherwise, starts a new row: each response trains in exactly one row.
-    """
+    """Sample being generated: a tree of responses, usually just one. Its branches become training sequences (rows). A response extends the
+    row of the response that it follows or, if that already continues otherwise, starts a new row: each trains in exactly one row."""
 
     __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
@@ -77,8 +74,8 @@ class Conversation:
         wants_ids: bool = False,
         saved: Sequence[SavedTurn] = (),
     ) -> None:
-        """Continue the partial first response `so_far`, if given. `wants_ids`: return token ids of responses. `saved`: responses to give to
-        the same requests again."""
+        """`so_far`: partial first response to continue. `wants_ids`: return token ids of responses. `saved`: responses to give to the same
+        requests again."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -93,10 +90,8 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens. RequestFailed.
-
-        `number`: number of this response, from 0. `after`: number of the response that the tokens follow; None: they are a prompt.
-        """
+        """Let the policy respond to tokens; RequestFailed on a failure. `number`: of this response, from 0. `after`: number of the response
+        that the tokens follow; None: they are a prompt."""
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
@@ -173,7 +168,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Lost attempts of an episode that do not count as failures: another episode may have killed the worker."""
+"""Lost attempts that do not count as failures: another episode may have killed the worker."""
 
 
 class EpisodeFailed(Exception):
@@ -184,7 +179,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Run one conversation. RequestFailed passes; EpisodeFailed if the environment fails."""
+"""Run one conversation. Let RequestFailed pass; raise EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -214,9 +209,7 @@ class RewardClient(Protocol):
         ...
 
     @property
-    def capacity(self) -> float:
-        """Number of samples scored at a time."""
-        ...
+    def capacity(self) -> float: ...
 
 
 class SampleRunner:
@@ -235,7 +228,7 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router (default: the
+        """`generated` is called when a sample begins to wait for its score. `queue`: the samples' queue in the router (default: the
         domain's)."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}

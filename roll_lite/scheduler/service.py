@@ -19,11 +19,11 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups in order of their numbers, including failed samples, for dumps."""
+    """Groups by number, including failed samples, for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """One line per group ended since the last batch, then one for this batch."""
+    """Lines, one per group ended since the last batch, then one for this batch."""
 
 
 class RolloutService:
@@ -48,7 +48,7 @@ class RolloutService:
         self._left_out: list[SampleGroup] = []
         self._handed_out: list[SampleGroup] = []
         self._ledger: list[dict[str, Any]] = []
-        """Lines from a resumed checkpoint, returned with the first batch."""
+        """Lines from a resumed checkpoint, for the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -163,7 +163,7 @@ class RolloutService:
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Return the last ledger lines of a run: lines not yet returned, a `dropped` line for each undelivered group, and an `end` line."""
+        """Return lines not yet returned, a `dropped` line for each undelivered group, and an `end` line."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
@@ -271,8 +271,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return current tokens and scores of samples in groups that were undelivered in `state` (an earlier `state_dict`), by group number
-        and index."""
+        """Return current tokens and scores of samples that were undelivered in `state` (an earlier `state_dict`), by group number and
+        index."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

@@ -19,11 +19,11 @@ class DomainStats:
     delivered: Annotated[int, "rollout/groups"] = 0
     admitted: Annotated[int, "rollout/admitted"] = 0
     filtered: Annotated[Counter[str], "rollout/filtered_groups"] = field(default_factory=Counter)
-    """By cause: LOW, HIGH, FUNCTION (filters.py)."""
+    """Groups by cause: LOW, HIGH, FUNCTION (filters.py)."""
     stale_by_cause: Annotated[Counter[str], "rollout/stale_groups"] = field(default_factory=Counter)
     behind_s: Annotated[float, "rollout/rewards_behind_seconds"] = 0.0
     lost_groups: Annotated[int, "rollout/lost_groups"] = 0
-    """Groups of which all samples, or the greedy baseline, failed. Another prompt replaces each."""
+    """Groups of which all samples, or the greedy baseline, failed; they are replaced."""
     timed_out_groups: Annotated[int, "rollout/timed_out_groups"] = 0
     scored: Annotated[int, "rollout/scored_samples"] = 0
     accepted: Annotated[int, "rollout/samples"] = 0
@@ -67,12 +67,12 @@ class DomainStats:
 class RolloutStats:
     domains: dict[str, DomainStats]
     version: int = 0
-    """Weight version of the engines when the batch was complete."""
+    """Weight version when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """Seconds from the start of the batch to the last response."""
+    """Time from the start of the batch to the last response."""
     reward_tail_s: float = 0.0
-    """Seconds from the last response to the last score."""
+    """Time from the last response to the last score."""
 
     @property
     def response_tokens(self) -> int:
@@ -85,7 +85,7 @@ class RunTotals:
         ("delivered", "delivered", "realised_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Rows of (name in checkpoints, field of DomainStats that is summed over the run, field that receives the domain's share)."""
+    """Rows of (name in checkpoints, field summed over the run, field that receives the domain's share)."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
@@ -115,7 +115,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. An event counts for the batch generated at that time: a slow sample may count in several batches."""
+    """Statistics per batch. An event counts for the batch generated at that time: a slow sample may count in several."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -176,7 +176,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Return why a group is lost (all samples, or its greedy baseline, failed); None if not lost."""
+    """Cause of a group's loss (all samples, or its greedy baseline, failed); None if not lost."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

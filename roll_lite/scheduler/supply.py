@@ -39,7 +39,7 @@ class Supply(Protocol):
 
 @dataclass(frozen=True)
 class Synchronous:
-    """Starts a batch's prompts when training requests the batch and waits for it."""
+    """Starts a batch's prompts when training requests the batch; training waits for it."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """Generates the next batch during training: its prompts start when training receives the previous one."""
+    """Starts the next batch's prompts when training receives the previous one."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class Pacing:
     oversample: float = 1.0
     """Prompts started for a batch, as a multiple of its size (synchronous supply only)."""
     engines_rest: bool = False
-    """True if engines are offloaded between batches, after all responses are interrupted."""
+    """True if engines are offloaded between batches, after interrupting all responses."""
 
 
 SYNCHRONOUS = Pacing()
@@ -99,7 +99,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""A log-prob pass during generation starts once 1/LEAST_SHARE of a batch's groups have newly finished."""
+"""Divisor: a log-prob pass during generation starts once 1/LEAST_SHARE of a batch's groups have newly finished."""
 
 
 def least_early(prompts_per_step: int) -> int:

@@ -34,12 +34,12 @@ class SavedTurn:
 
 @dataclass(frozen=True)
 class SavedSample:
-    """State of a sample at a checkpoint: its tokens so far, and its score if complete."""
+    """Tokens so far of a sample at a checkpoint, and its score if complete."""
 
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """None for an incomplete sample, which waits for its score or, if its finish reason is ABORT, is still in its first response."""
+    """None for a sample that waits for its score or, if its finish reason is ABORT, is still in its first response."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
@@ -76,11 +76,9 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """Return the checkpoint state of a sample whose first response is still being generated.
-
-        `first`: original request. `request`: current one; after an interruption, it continues the response. `so_far`: whole response, but
-        `tokens` only before `request`. `parts`: pieces of the response generated for `request`.
-        """
+        """Return the checkpoint state of a sample in its first response. `first`: original request. `request`: current one; after an
+        interruption, it continues the response. `so_far`: whole response, but `tokens` only before `request`. `parts`: pieces of the
+        response generated for `request`."""
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]

@@ -1,5 +1,4 @@
-"""Replace the simulator's assumptions by measurements of a run. Engine time is fitted as `passes * pass_s + tokens * request_s`; others are
-means."""
+"""Replace the simulator's assumptions by measurements of a run. Engine time is fitted as `passes * pass_s + tokens * request_s`."""
 
 from __future__ import annotations
 
@@ -77,7 +76,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """ValueError for runs with filtered groups or oversampling: lengths of the surplus samples are not recorded."""
+    """ValueError for runs with filtered groups or oversampling: lengths of surplus samples are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -136,7 +135,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """Count the forward passes to generate responses of these lengths, `slots` at a time."""
+    """Count the forward passes for responses of these lengths, `slots` at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)
@@ -144,7 +143,7 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit non-negative seconds per pass and per token by least squares. `rows`: (passes, tokens)."""
+    """Fit non-negative seconds per pass and per token. `rows`: (passes, tokens)."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
@@ -154,8 +153,8 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer: tokens per second and device outside generation and weight updates, the fraction of that time for log-probs, and
-    the seconds of a weight update."""
+    """Measure tokens per second and device outside generation and weight updates, the fraction of that time for log-probs, and the seconds
+    of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

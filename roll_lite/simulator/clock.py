@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""Event loop rounds between polls of sockets and threads while tasks are ready: a poll is a system call."""
+"""Event loop rounds between polls of sockets and threads: a poll is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -45,7 +45,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine like asyncio.run, on a virtual clock that starts at 0."""
+    """Run like asyncio.run, on a virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         try:
             return runner.run(main)
@@ -54,6 +54,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _settle() -> None:
-    """Let scheduled callbacks start, so that closing the loop cancels their tasks too."""
+    """Let scheduled callbacks start: closing the loop then cancels their tasks too."""
     for _ in range(5):
         await asyncio.sleep(0)

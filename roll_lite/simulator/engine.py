@@ -13,7 +13,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 REPORT_S = 5.0
-"""Seconds between progress reports, as in real engine workers. Reported tokens survive an engine's death."""
+"""Interval of progress reports, as in real engine workers. Reported tokens survive an engine's death."""
 TOKEN_TOLERANCE = 1e-6
 
 
@@ -24,26 +24,26 @@ class EngineRates:
     pass_s: float
     """Fixed cost of a forward pass (reading the weights)."""
     request_s: float = 0.0
-    """Cost that each running request adds to a forward pass (its computation)."""
+    """Cost of a forward pass per running request (computation)."""
     cached_token_s: float = 0.0
     """Cost of a forward pass per token in the KV cache (reading it)."""
     prefill_token_s: float = 0.0
     """Cost of prefilling a token; decoding waits meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Seconds to decode `tokens` tokens for each of `running` requests. The KV cache starts with `cached` tokens."""
+        """Time to decode `tokens` tokens for each of `running` requests, from `cached` tokens in the KV cache."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """Tokens that each request gets in this time: the inverse of `seconds`."""
+        """Inverse of `seconds`."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Return the engine time of one response if `slots` requests always run: 1/`slots` of each pass's fixed cost, its own arithmetic
-        and cache reads, and the prefill of `prefilled` tokens."""
+        """Engine time of one response if `slots` requests always run: 1/`slots` of each pass's fixed cost, its own arithmetic and cache
+        reads, and the prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -71,8 +71,8 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in an engine. Running requests advance at the same pace and share a counter: a request has
-    `SimulatedEngine._decoded_per_request - decoded_at_start` tokens."""
+    """Request in an engine. Running requests share a counter: a request has `SimulatedEngine._decoded_per_request - decoded_at_start`
+    tokens."""
 
     asked: Asked
     prompt: int
@@ -86,12 +86,12 @@ class _Run:
     since: float = 0.0
     cached: int = 0
     reported: int = 0
-    """Tokens reported to the caller, which survive the engine's death."""
+    """Tokens that survive the engine's death."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """Simulated EngineClient for the router. `length(request)`: length of the response before max_tokens cuts it."""
+    """EngineClient for the router. `length(request)`: length of the response before max_tokens cuts it."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ events from outside
 
     def freeze(self) -> None:
-        """Stop generating until `update`; new requests wait."""
+        """Stop generating until `update`."""
         self._settle()
         for run in self._running.values():
             self._record_span(run)
@@ -218,7 +218,6 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _process_due_events_soon(self) -> None:
-        """Schedule `_process_due_events` after other events at the same time."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._process_due_events)
@@ -278,7 +277,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add a request's prefill time, without cached prompt tokens; return their number."""
+        """Add a request's prefill time; return the number of cached prompt tokens, which cost none."""
         held = run.prompt - run.asked.request.resumed_tokens - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held

@@ -17,7 +17,7 @@ DAY_S = 86_400.0
 class TrainerModel:
     overhead_s: float = 0.0
     token_s: float = 0.0
-    """Seconds per prompt or response token of the batch, for log-prob passes and updates."""
+    """Time per prompt or response token, for log-prob passes and updates."""
     sync_s: float = 0.0
     """Seconds per weight update, during which all engines pause."""
     log_probs: float = 0.0
@@ -36,14 +36,14 @@ class Failures:
     given: tuple[tuple[float, int], ...] = ()
     """Planned engine deaths: (second, engine number)."""
     mean_s: float | None = None
-    """Mean seconds between an engine's random deaths (exponential)."""
+    """Mean time between an engine's random deaths (exponential)."""
     mean_node_s: float | None = None
     engines_per_node: int = 1
     hangs: tuple[tuple[float, int], ...] = ()
     mean_hang_s: float | None = None
     hang_s: float = 7.0
     start_s: float | None = None
-    """Seconds until a replacement engine serves; None: no replacement."""
+    """Time until a replacement engine serves; None: no replacement."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Scenario:
     steps: int = 16
     seed: int = 1
     offload_s: float | None = None
-    """Seconds to offload and load engines between batches; None: they stay loaded."""
+    """Time to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """True if requests are sent in waves, and a request's id determines its engine."""
+    """True if requests are sent in waves, and their id determines the engine."""
 
     @property
     def takes_turns(self) -> bool:

@@ -25,7 +25,6 @@ from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Rare garbage collection: it scans hundreds of thousands of samples."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Step:
     tokens: int
     response_tokens: int
     work_s: float
-    """Seconds of one engine for the step's responses if it always ran full batches and prefilled each group's prompt once."""
+    """Time of one engine for the step's responses with full batches and one prefill of each group's prompt."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -67,8 +66,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds, summed over domains, in which a domain started no prompts for later batches because a batch or more of its samples waited
-    for scores."""
+    """Time, summed over domains, without prompts for later batches because a batch or more of the domain's samples waited for scores."""
     early: int = 0
     exhausted: bool = False
 
@@ -88,7 +86,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step's seconds: generation with fully used engines, or training if longer."""
+        """Lower bound of a step: generation with fully used engines, or training if longer."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -331,7 +329,7 @@ class _Simulation:
             self.present -= 1
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """Return the time of an engine's first failure (with `hangs`: first hang), planned or random."""
+        """Time of an engine's first failure (with `hangs`: first hang), planned or random."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

@@ -29,7 +29,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Return the quantile at `share` (between 0 and 1)."""
+        """Quantile at `share` (between 0 and 1)."""
         ...
 
 
@@ -44,7 +44,7 @@ class LogNormal:
 
 
 class Quantiles:
-    """Distribution given by quantiles at even steps from minimum to maximum."""
+    """Distribution given by quantiles at even steps."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = tuple(values)

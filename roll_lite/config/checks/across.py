@@ -37,7 +37,6 @@ SEARCHED = 100_000
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = {name: name for name in ("wandb", "mlflow", "swanlab")}
 SERVICES |= {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry.exporter.otlp.proto.http"}
-"""Tracker name -> Python module that it needs."""
 
 Check = Callable[[RunConfig], Iterable[Mistake]]
 SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]

@@ -13,7 +13,6 @@ from typing import Any
 from roll_lite.config.problems import Problem, did_you_mean
 
 LONGEST_CHAIN = 8
-"""Maximum re-exports and aliases to follow."""
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 

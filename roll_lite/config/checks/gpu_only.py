@@ -87,8 +87,7 @@ SMALL_RUN = 8
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if no GPUs are visible and the run seems too large for CPUs: bfloat16, or more processes than SMALL_RUN and CPU
-    cores."""
+    """Note on a run that seems too large for CPUs: bfloat16, or more processes than SMALL_RUN and CPU cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

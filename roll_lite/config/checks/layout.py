@@ -207,7 +207,6 @@ def verification(config: RunConfig) -> Literal["none", "sampled", "full"]:
 
 
 def unreadable_weights(config: RunConfig) -> str | None:
-    """Reason why engines' weights cannot be compared with the trainer's, or None."""
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if config.mode == "rollout_only":
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"

@@ -96,7 +96,7 @@ def host_bytes(config: RunConfig) -> dict[str, int]:
 
 
 def weight_counts(folder: Path) -> tuple[int, int]:
-    """Count a model's weights: (in experts, elsewhere)."""
+    """Return (weights in experts, weights elsewhere)."""
     hf = read_hf_config(folder)
     sizes = {name: prod(shape) for name, shape in weight_shapes(hf).items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

@@ -1,5 +1,3 @@
-"""Convert settings of another trainer (verl, TRL, ...) by a YAML table."""
-
 from __future__ import annotations
 
 import re
@@ -32,7 +30,6 @@ _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
 def table_of(project: str) -> dict[str, Any]:
-    """Load a project's conversion table; verl.yaml explains its form."""
     table: dict[str, Any] = parse_yaml(FilePath(__file__).with_name(f"{project}.yaml").read_text(encoding="utf-8"), project).data
     keys: dict[str, Any] = {key: {"to": entry} if isinstance(entry, str) else entry for key, entry in table["keys"].items()}
     for key, entry in keys.items():
@@ -91,7 +88,7 @@ class Conversion:
             self.told.append(Problem(setting.key, message, setting.value, f"{self._file}:{setting.line}"))
 
     def _write(self, setting: Setting, entry: dict[str, Any], name: str) -> str:
-        """Write a setting's converted value to our settings in `entry`. Return an error message or ""."""
+        """Return an error message or ""."""
         value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}

@@ -37,7 +37,6 @@ class Composed:
     secrets: dict[Path, tuple[str, Any]]
     """Path -> (text in the file, value), for values that contain environment variables."""
     replaced_files: list[str]
-    """Notes on user files that replace shipped ones."""
 
 
 @dataclass
@@ -136,7 +135,7 @@ def suggestion(name: str, folder: FilePath) -> str:
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge a file, its `defaults`, and overrides. `may_be_left_out`: accept missing values (`???`)."""
+    """`may_be_left_out`: accept missing values (`???`)."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -166,8 +165,7 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Return a domain with its preset's settings as defaults. If it sets `data.train`, the preset's training and validation files are left
-    out."""
+    """Apply the preset as defaults, without its training and validation files if the domain sets `data.train`."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])
@@ -193,7 +191,6 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Environment variables read so far for the value being resolved."""
 
 
 def _environment(key: str, *default: Any) -> Any:
@@ -243,7 +240,6 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """Describe an error without the values of environment variables."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

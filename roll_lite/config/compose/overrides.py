@@ -33,7 +33,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Parse an override. Values are YAML; texts need no quotes for braces and colons."""
+    """Values are YAML; texts need no quotes for braces and colons."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -112,7 +112,6 @@ def _range(arguments: str) -> list[str]:
 
 
 def apply_override(tree: dict[str, Any], override: Override) -> list[Problem]:
-    """Set, merge or delete a value. The schema refuses unknown keys later."""
     try:
         holder, depth = _holder(tree, override)
     except LookupError as error:

@@ -69,7 +69,7 @@ def current_device() -> torch.device:
 
 
 ValueInit = Literal["actor", "reward_model", "path"]
-"""Source of a value model's weights. "actor": the actor's model, with a value head of zeros. Otherwise, a checkpoint with a value head."""
+"""Source of a value model's weights: the actor's with a value head of zeros, or a checkpoint with a value head."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,12 @@ class ModelSpec:
     optimizer: OptimizerConfig | None = None
     """None: forward passes only."""
     total_updates: int | None = None
-    """Optimizer steps of the whole run, for learning rate decay."""
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
     """None: language model."""
     lora: LoraConfig | None = None
-    """Adapters to train; None: all weights."""
+    """None: all weights train."""
     ema_decay: float | None = None
-    """Decay of the weights' moving average; None: no average."""
     seed: int = 1
     deterministic: bool = False
 
@@ -103,7 +101,7 @@ class StateGroup(StrEnum):
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Loss of a micro-batch: (sum of weight * token loss, metric sums). Both add up over micro-batches and ranks."""
+"""(sum of weight * token loss, metric sums) of a micro-batch; both add up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,7 @@ class ExpertUse:
     busiest: float
     """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Load-balancing loss without its coefficient; None if the coefficient is 0."""
+    """Loss without its coefficient; None if that is 0."""
     rerouted: float | None = None
     """Fraction of replayed expert choices that the current router would change."""
 
@@ -160,7 +158,7 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Load offloaded state groups to the device. Return bytes copied ("in"); empty if not measured."""
+        """Load offloaded state groups. Return bytes copied ("in"); empty if not measured."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
@@ -170,14 +168,13 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """A rank's part of a checkpoint save. Here the files are already written; subclasses write in the background."""
+    """Part of a checkpoint save on one rank; subclasses write in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
 
     @property
     def is_done(self) -> bool:
-        """True if the files are written or writing has failed."""
         return True
 
     def finish(self) -> dict[str, FileRecord]:
@@ -222,7 +219,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def save_checkpoint(self, folder: Path, asynchronous: bool = False) -> CheckpointWrite:
-        """Save weights (or only adapters), optimizer, schedule and random state. `asynchronous`: write files while training continues."""
+        """Save weights (or only adapters), optimizer, schedule and random state. `asynchronous`: write while training continues."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...
@@ -253,7 +250,6 @@ class TrainStrategy(ForwardStrategy):
 
 class PauseMode(StrEnum):
     ABORT = "abort"
-    """Abort running requests; they return the tokens generated so far."""
     KEEP = "keep"
     """Freeze running requests until resume."""
 
@@ -284,7 +280,7 @@ class EngineSpec:
     seed: int = 1
     threads: int = 1
     silence_s: float | None = None
-    """How long an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
+    """Maximum time that an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
     step_s: float | Literal["auto"] | None = None
     """Minimum timeout of an engine step; long steps raise it. None: unlimited; "auto": by device."""
     columns: tuple[str, ...] = ()
@@ -293,7 +289,7 @@ class EngineSpec:
     sharers: int = 1
     """Engine replicas on this engine's device, itself included."""
     lora: LoraConfig | None = None
-    """LoRA settings if weight updates send only adapters."""
+    """Set if weight updates send only adapters."""
     sleep: EngineOffload = "with_copy"
 
     @property
@@ -304,10 +300,9 @@ class EngineSpec:
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
     generated: int
-    """Tokens generated so far; may lag slightly."""
+    """Number of tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, without text and finish reason. The newest token is left out: it may end the response, and a retry
-    must not continue after the end."""
+    """New tokens since the last report. The newest is left out: it may end the response, and a retry must not continue after the end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -329,7 +324,7 @@ class InferenceStrategy(ABC):
     @abstractmethod
     def generate(self, request: GenerationRequest, report: Report = lambda progress: None) -> asyncio.Future[Completion]:
         """Start a request. The future returns a completion even after errors and aborts; cancelling it aborts the request. `report` is
-        called soon after the engine starts the request, then every few seconds with new tokens."""
+        called soon after the start, then every few seconds with new tokens."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -373,8 +368,8 @@ class InferenceStrategy(ABC):
         """Return Hugging Face tensor name -> checksum of the engine's weights. `names`: None for all."""
 
     async def trace(self, prefix: str | None) -> list[str]:
-        """Start torch's profiler in the workers or, with a prefix, write traces to PREFIX-WORKER.json.gz. Return an error text per worker,
-        empty on success."""
+        """Start torch's profiler in the workers or, with a prefix, write PREFIX-WORKER.json.gz. Return an error text per worker, empty on
+        success."""
         return []
 
     @abstractmethod

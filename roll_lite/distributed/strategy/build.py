@@ -1,5 +1,3 @@
-"""Build strategies and check engine arguments. Frameworks and engines are imported only when built."""
-
 from __future__ import annotations
 
 import ast
@@ -39,7 +37,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""Engine name -> function that returns the installed version; NotInstalled without the engine, RuntimeError for an unsupported version."""
+"""Engine name -> function that returns the installed version; NotInstalled, or RuntimeError for an unsupported version."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine. Import only one: vLLM and SGLang cannot be installed together."""
+    """Import only one engine: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -96,11 +94,11 @@ ROLLOUT_ENGINE_SETTINGS = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
-"""Engine argument -> configuration key to use instead, in rollout engines; judges may use these arguments."""
+"""Engine argument -> configuration key to use instead; judges may use the argument."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each engine argument that is reserved, has its own configuration key, or is unknown."""
+    """Yield a problem for each engine argument that is reserved, unknown, or has its own configuration key."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (
@@ -131,8 +129,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Return the field names of classes in an installed package, parsed because importing takes seconds. `places`: (file pattern, class
-    name or None for all). Empty if a file or class is missing."""
+    """Parse field names of classes in an installed package: importing takes seconds. `places`: (file pattern, class name or None for all).
+    Empty if one is missing."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

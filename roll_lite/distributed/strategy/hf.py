@@ -1,5 +1,3 @@
-"""Reward model run by Hugging Face transformers, unsharded on each rank."""
-
 from __future__ import annotations
 
 import os

@@ -1,7 +1,7 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
 Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket: a collective
-cannot tell which member is missing. After a failure, broadcasting threads are left to end at their own timeout.
+cannot tell which member is missing. After a failure, broadcasting threads end at their own timeout.
 """
 
 from __future__ import annotations
@@ -40,17 +40,15 @@ from roll_lite.files import changed_environment
 @dataclass(frozen=True)
 class Wire:
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Create a process group from (transfer group, key prefix in the store, rank, number of ranks)."""
+    """Function of (transfer group, key prefix in the store, rank, number of ranks)."""
     make: Callable[[int, int], BucketSegment]
-    """Create a send buffer from (size in bytes, number of readers)."""
+    """Function of (size in bytes, number of readers)."""
     device: str
     polled: bool = False
     """True if completion must be polled: NCCL returns before the broadcast is done."""
 
 
 def _poll_of(is_done: Callable[[], bool]) -> Callable[[float], bool]:
-    """Convert a non-blocking check for `TransferGroup.poll`."""
-
     def poll(pause: float) -> bool:
         if not is_done():
             time.sleep(pause)
@@ -244,12 +242,12 @@ class BroadcastReceiver(TransportReceiver):
 
 
 def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
-    """Return the route's receivers on the same machine as member `of`."""
+    """Receivers on the same machine as member `of`."""
     return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Return a route with only the first receiver of each machine."""
+    """Keep only the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -289,7 +287,6 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """Return the route within this machine: from its first receiver to the others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

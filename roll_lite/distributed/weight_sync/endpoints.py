@@ -57,7 +57,6 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """Split a route (one sender, several receivers) into one per transport and sender."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int, int], list[int]] = {}
@@ -91,7 +90,6 @@ def link(sender: Home, receiver: Home) -> str:
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
-    """Return why transport `name` cannot connect all members."""
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]
@@ -141,7 +139,6 @@ class SideBySideSender(TransportSender):
             self.finish_one(name)
 
     def finish_one(self, name: str) -> None:
-        """Wait until all receivers of one transport have what was sent."""
         if name in self._transports:
             with timed(self.by_transport, name):
                 self._transports[name].finish()
@@ -205,9 +202,8 @@ class WeightSender:
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
-        """Routes on which this rank sends, by bucket."""
         self._for_all_ranks: set[int] = set()
-        """Buckets that ranks other than their owner send, too."""
+        """Buckets that more ranks than their owner send."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
@@ -224,7 +220,7 @@ class WeightSender:
         return self._store.port
 
     def connect(self, plan: TransferPlan, membership: Membership) -> None:
-        """Leave the old transfer group and join a new one, unless this rank can send no tensors."""
+        """Leave the old transfer group; join the new one if this rank can send tensors."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         self._own_routes, self._for_all_ranks = {}, set()
@@ -299,7 +295,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums by tensor name, in the dtype sent. Collective over training ranks."""
+        """Checksums in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -352,8 +348,8 @@ class WeightReceiver:
     ) -> None:
         """Receive one bucket and load it while the following one is in flight.
 
-        `begin(again)` is called when an update's first bucket has arrived; `again`: the previous update failed halfway. The bucket is
-        loaded only if `all_workers_ok(ok)` says that all workers of the engine pass True.
+        `begin(again)` is called at an update's first bucket; `again`: the previous update failed halfway. The bucket is loaded only if
+        `all_workers_ok(ok)` says that all workers pass True.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -388,7 +384,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Activate the new weights by `put_in_place`. Return seconds by phase."""
+        """Return seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

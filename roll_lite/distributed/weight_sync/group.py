@@ -32,7 +32,7 @@ class Home:
     device: str = ""
     """UUID of the member's GPU (device numbers differ between processes); empty on CPU."""
     visible: tuple[str, ...] = ()
-    """UUIDs of GPUs whose memory the member can read, including its own."""
+    """GPUs whose memory the member can read, its own too."""
     process: int = 0
 
     @staticmethod
@@ -65,7 +65,8 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of the newest epoch from `interrupt`. _EPOCH is member 0's: with one writer per key, the epoch never decreases."""
+"""Store key of the newest epoch, written only by `interrupt`; only member 0 writes _EPOCH. With one writer, a key's epoch never
+decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
@@ -86,8 +87,6 @@ class StaleEpoch(TransferError):
 
 @dataclass(frozen=True)
 class Transferred:
-    """Outcome of a weight update for one trainer rank or engine."""
-
     failure: str | None = None
     """Cause of failure, possibly in another member; None: success."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -108,11 +107,11 @@ class Pushed:
     seconds: float
     """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
-    """Seconds of the slowest rank or worker, by phase. Phases overlap."""
+    """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent, by transport. A broadcast counts once."""
+    """Megabytes sent; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank, by transport."""
+    """Seconds of the slowest trainer rank."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -127,7 +126,7 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle by which a receiver opens the sender's buffer; in `done`, space-separated handles of buffers that the receiver still uses."""
+    """Handle of the sender's buffer, which the receiver opens; in `done`, space-separated handles that the receiver still uses."""
 
 
 Moment = Literal["here", "done"]
@@ -185,7 +184,7 @@ class TransferGroup:
         return {(home.machine, home.device): number for number, home in homes if home.device}
 
     def close(self) -> None:
-        """Leave the group; also ends waits in other threads."""
+        """Leave the group, and end waits in other threads."""
         self.failure = _CLOSED
 
     @contextmanager
@@ -204,7 +203,7 @@ class TransferGroup:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Guard a data transfer. After a TransferError in the block, the group refuses all further transfers."""
+        """Refuse all further transfers of the group after a TransferError in the block."""
         if self.failure is not None:
             raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
         try:
@@ -216,7 +215,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Return the number of the channel's next bucket, and count it. Call once per bucket on each member of the route."""
+        """Number the channel's next bucket. Call once per bucket on each member of the route."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -228,8 +227,7 @@ class TransferGroup:
         self._announced[route.channel].append((step, key))
 
     def await_announcements(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for announcements of the other side: the sender for all receivers, a receiver for the sender. Return them by member
-        number."""
+        """Wait for the other side: the sender for all receivers, a receiver for the sender. Return announcements by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         announced = self._announced[route.channel]
@@ -260,12 +258,10 @@ class TransferGroup:
     # ------------------------------------------------------------ memory that stays exported beyond an epoch
 
     def opens(self, name: str) -> None:
-        """Record that this member is about to open the exported memory `name`."""
         with self._rendezvous():
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Delete the record made by `opens`. Return whether it existed."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
@@ -310,8 +306,8 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Call `is_done(seconds)`, which may block that long, until True. StaleEpoch or TransferTimeout, whose message names `what` (the
-        awaited work) and `who()` (the missing members)."""
+        """Call `is_done(seconds)`, which may block that long, until True. StaleEpoch or TransferTimeout; the message names the awaited work
+        `what` and the missing members `who()`."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

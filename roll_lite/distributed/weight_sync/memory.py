@@ -19,7 +19,6 @@ import torch
 from roll_lite.distributed.weight_sync.group import Home, TransferError, uuid_of
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""Function and arguments to rebuild a GPU tensor in another process."""
 
 
 class ExportedMemory(NamedTuple):
@@ -55,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """One CUDA IPC export per reader, since torch counts one reader per export."""
+    """CUDA IPC exports, one per reader: torch counts one reader per export."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -98,8 +97,8 @@ class ExportedSegment(GpuSegment):
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Turn the allocator's expandable segments off in this context, so that CUDA IPC can export its memory: sharing expandable ones needs
-    permission to copy another process's file descriptors."""
+    """Turn the allocator's expandable segments off: CUDA IPC could export them only with permission to copy another process's file
+    descriptors."""
     settings = torch._C._accelerator_getAllocatorSettings()
     fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
     if fixed == settings:
@@ -119,7 +118,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that no reader will release, which torch would keep allocated: never opened, or of a reader not in `homes`."""
+    """Free exports that torch would keep allocated because no reader will release them: never opened, or of a reader not in `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)

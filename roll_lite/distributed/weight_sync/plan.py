@@ -57,7 +57,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """Transfer of some tensors of a bucket from one sender to several engine workers, by member numbers."""
+    """Transfer of tensors of one bucket from one sender to several engine workers, by member numbers."""
 
     bucket: int
     sender: int
@@ -174,7 +174,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
+    """Expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

@@ -26,8 +26,6 @@ Await = Callable[[], Mapping[int, set[str]]]
 
 
 class SendBuffers:
-    """Send buffers of one channel (a sender and its receivers)."""
-
     def __init__(self, make: Callable[[int, int], BucketSegment], readers: int, usual_nbytes: int) -> None:
         self._make = make
         self._usual_nbytes = usual_nbytes
@@ -35,7 +33,6 @@ class SendBuffers:
         self._segments: list[BucketSegment] = []
         self.in_flight: deque[tuple[BucketSegment, Await]] = deque()
         self._kept: dict[int, set[str]] = {}
-        """Receiver -> handles of buffers that it still used at its last `done` announcement."""
 
     def segment(self, nbytes: int) -> BucketSegment:
         """Return the smallest free segment that fits, or a new one. Wait while too many buckets are in flight."""
@@ -189,7 +186,6 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write tensors into a buffer, cast as planned."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         tensor = tensors[spec.name]
         found, planned = (tensor.dtype, *tensor.shape), (spec.cast_from or spec.dtype, *spec.shape)

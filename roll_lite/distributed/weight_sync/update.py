@@ -14,7 +14,6 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor
 _SHOWN = 5
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Hugging Face tensor name -> shape."""
 
 
 @dataclass
@@ -85,7 +84,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Each update compares the checksums of every 16th tensor."""
+"""Divisor: an update compares the checksums of every 16th tensor."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:

@@ -66,7 +66,7 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """True if two values are equal as JSON (sequences as lists, keys as strings). `tolerance`: relative, for expected floats."""
+    """Compare as JSON: sequences as lists, keys as strings. `tolerance`: relative, for expected floats."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

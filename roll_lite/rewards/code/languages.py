@@ -57,11 +57,8 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """Return (code, language tag) of the response's program, or None.
-
-    Among blocks untagged or tagged with one of `languages`, the one that defines the most names in `needed` wins, then a tagged one, then
-    the last. `ends_early`: the response was cut; ignore an unclosed block.
-    """
+    """Return (code, language tag) of the response's program. Among blocks untagged or tagged with one of `languages`, the one that defines
+    the most names in `needed` wins, then a tagged one, then the last. `ends_early`: the response was cut; ignore an unclosed block."""
     if extract != "whole":
         blocks = _blocks(text, ends_early)
         if blocks:

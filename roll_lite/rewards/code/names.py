@@ -1,7 +1,5 @@
-"""Find which names in a test's asserts the tested program must define, and whether the test can run outside the program's process.
-
-Only the tests are read: a program could redefine `abs`, or choose where it is tested.
-"""
+"""Find which names in a test's asserts the tested program must define, and whether the test can run outside the program's process. Only the
+tests are read: a program could redefine `abs`, or choose where it is tested."""
 
 from __future__ import annotations
 
@@ -54,8 +52,8 @@ class Asserts:
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Say why a test must run in the program's process; empty if it can exchange plain values with the program instead. `program`: names
-    that the program defines; capitalized ones count as classes, except Solution. `foreign`: imported names and modules."""
+    """Say why a test must run in the program's process, or "". `program`: names that the program defines; capitalized ones count as
+    classes, except Solution. `foreign`: imported names and modules."""
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in nodes:
@@ -108,11 +106,8 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find, for each test, the names that the program must define. ValueError if the tested function cannot be determined.
-
-    A builtin such as `abs` is among them only if it is the entry point, or if every assert calls it and the tests use no other unknown
-    name.
-    """
+    """Find the names that the program must define, by test; ValueError if the tested function is unclear. A builtin such as `abs` counts
+    only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]
@@ -172,8 +167,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return calls to append to the source, such as `test_sum()`, for tests that it leaves to a test runner. ValueError for an uncalled
-    `test...` function that is async or has arguments."""
+    """Return calls to append, such as `test_sum()`, for tests left to a test runner. ValueError if one is async or has arguments."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

@@ -79,7 +79,7 @@ class Rounds:
                 self._note(attempt, group, ended)
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Choose the tests that the next process runs. With `fail_fast`, begin with few calls: most wrong programs fail at once."""
+        """Choose the tests of the next process. With `fail_fast`, begin with few calls: most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.asserts is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -149,7 +149,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield, for each test that ran, why it failed: empty if it passed, RewardFailed if it cannot be judged."""
+        """Yield why each test failed: "" if it passed, RewardFailed if it cannot be judged."""
         if not group[0].asserts and not group[0].function:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
             return

@@ -28,7 +28,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read the tests in `column` (None: in the answer). RewardFailed if there are none."""
+    """RewardFailed without tests. `column` None: they are in the answer."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -90,8 +90,8 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Read the layout of APPS and TACO: parallel lists of inputs and outputs. If a function is tested and every output is a list of one
-    item, accept the bare item too."""
+    """Read parallel lists of inputs and outputs (APPS, TACO). If a function is tested and every output is a list of one item, accept the
+    bare item too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -101,8 +101,8 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """Build a test from an input and the expected output. Without `function`, they are stdin and stdout: texts or lists of lines. With
-    `function`, `given` is a list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
+    """Read an input and an output. Without `function`, they are stdin and stdout: texts or lists of lines. With `function`, `given` is a
+    list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):
@@ -122,7 +122,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append the calls that run the tests, such as `check(f)`, if missing. Return one copy of the source per missing call."""
+    """Append missing calls that run the tests, such as `check(f)`, each to a copy of the source."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -25,11 +25,11 @@ BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
 ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
-"""HTTP status codes that the request's content may cause (too long, malformed, moderated)."""
+"""Status codes that the request's content may cause (too long, malformed, moderated)."""
 
 
 def _is_set(variable: str) -> str:
-    """Return the name of an environment variable; ValueError if it is not set. Messages omit it: a user may have entered the key itself."""
+    """ValueError if the variable is not set. Messages omit its name: a user may have entered the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -100,8 +100,8 @@ class _Url:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Sort key: available URLs first, then those with the fewest requests. Ties are random, so that workers do not all begin with the
-        same URL."""
+        """Prefer available URLs, then those with the fewest requests. Ties are random, so that workers do not all begin with the same
+        URL."""
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 
@@ -117,8 +117,8 @@ class HttpClient:
         self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Send `payload`; return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects it; RewardFailed if
-        all attempts fail."""
+        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`; RewardFailed if all
+        attempts fail."""
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:
@@ -187,7 +187,7 @@ def _backoff(failures: int) -> float:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Hide the key in a text: services may echo it."""
+    """Hide the key: services may echo it."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):
@@ -207,7 +207,7 @@ def shown(url: str) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the message of the innermost cause: messages of outer errors may contain the URL."""
+    """Return the innermost message: outer ones may contain the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

@@ -185,7 +185,7 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
 # ---------------------------------------------------------------- verdicts
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a JSON verdict, preferred first; `answer` is last: it may repeat the response's answer."""
+"""Keys, preferred first; `answer` is last: it may repeat the response's answer."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -206,7 +206,7 @@ colon, and Thai and Lao, which have no full stop."""
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return value and text of the judge's own verdict, not a quoted one; None if there is none, or the search takes too long.
+    """Return value and text of the judge's own verdict, not a quoted one; None without a verdict, or if the search takes too long.
 
     With `pattern`, the verdict is the first group of its last match, or the whole match; else the last line ("Verdict: yes") or a final
     JSON object. `choices` gives its value; else it is a number, which `scale` maps to 0..1.

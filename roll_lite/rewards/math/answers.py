@@ -45,8 +45,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer as written in the response, or "". `in_words`: the reference is in words, so return text up to the end of its line,
-    not a formula."""
+    """`in_words`: the reference is in words, so return text up to the end of its line, not a formula. "" without an answer."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -114,8 +113,8 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return the words of at least `shortest` letters and the Chinese characters, without LaTeX and function names. Unless `shortest` is 2,
-    leave out "and", "for" and alphabet runs: xyz may be a product."""
+    """Return the words of at least `shortest` letters and the Chinese characters, without LaTeX and function names and, unless `shortest`
+    is 2, "and", "for" and alphabet runs: xyz may be a product."""
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -129,7 +128,7 @@ def is_formula(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Normalize an answer: 1/2 and 0.5, or 12 cm and 120 mm, become equal."""
+    """Make 1/2 and 0.5, or 12 cm and 120 mm, equal."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())

@@ -16,12 +16,11 @@ from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number,
 Parsed = list[Any]
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Tolerances for two numbers, at least one of them a decimal: relative difference at most CLOSE, and equal when rounded to PLACES
-decimals."""
+"""Tolerances if a number is a decimal: relative difference at most CLOSE, and equal when rounded to PLACES decimals."""
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
-"""Maximum bits of a power or factorial: the time limit cannot interrupt larger computations."""
+"""Limit for powers and factorials: the time limit cannot interrupt larger computations."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -141,7 +140,6 @@ def sides_agree(parts: Sequence[str]) -> bool:
 
 
 def list_of(text: str) -> list[str]:
-    r"""Split a list of answers: `3, 5`, `\{3, 5\}`, `$x=3$ and $x=5$` or `\pm 3`."""
     text = unwrapped(text)
     if found := SET.fullmatch(text):
         text = (found[1] or found[2] or "").strip()
@@ -175,7 +173,7 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """True if the answer leaves more to compute than the reference: an operation, additions, products, an unsolved inequality."""
+    """True if the answer leaves more to compute than the reference."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True
@@ -204,7 +202,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count what remains to compute: (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
+    """Count (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

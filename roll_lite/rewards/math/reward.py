@@ -30,7 +30,7 @@ PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Pattern of reference answers that are refused: several parts, (a) ... (b) ..., or a label: (B) 12 would be read as a product."""
+"""Refused reference answers: several parts, (a) ... (b) ..., or a label: (B) 12 would be read as a product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -176,8 +176,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """False if the answer is an equation about something other than the variable `name`: x^2 = 1 where x is asked for. `before`: sides of
-    the answer's equation without the last."""
+    """False if the answer is an equation about another variable: x^2 = 1 where x is asked for. `before`: sides of the answer's equation
+    without the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -199,7 +199,6 @@ def _without_unit(text: str) -> tuple[str, Unit]:
 
 
 def _in_words(text: str) -> str:
-    """Normalize an answer in words, such as `no solution`; empty for other answers."""
     plain = " ".join(AROUND.sub(" ", _shown(text)).split()).rstrip(" .,!").casefold()
     return plain if PROSE.fullmatch(plain) and words(plain) and len(plain.split()) <= MOST_WORDS else ""
 
@@ -225,7 +224,7 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """Parse a reference answer. ValueError if it has several parts, counts several things, or is a sentence with formulas."""
+    """ValueError if the reference has several parts, counts several things, or is a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

@@ -17,11 +17,10 @@ from roll_lite.rewards.text.format import FormatCheck, format_check
 WAIT_SECONDS = 0.1
 """Maximum wait for async functions before the scorer returns and the next call can add samples."""
 LINGER_SECONDS = 0.005
-"""Seconds to wait for more async results after the first."""
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Reward processes are killed after this multiple of the time limit: on a busy machine, CPU time limits inside the process take longer."""
+"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on a busy machine."""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Scored:
     """Item number -> score, cause of failure, or None: not scored yet, pass in again."""
     seconds: float = 0.0
     interrupted: bool = False
-    """True if a time limit interrupted a function: the process must be replaced."""
+    """True if the process must be replaced, as a time limit interrupted a function."""
     suspects: set[int] = field(default_factory=set)
     """Samples whose shared call timed out; any of them may be the cause."""
 
@@ -58,7 +57,7 @@ class _Entry:
 
 
 class BatchScorer:
-    """Score samples, each within its own time limit. Sync functions run in the main thread, outside the event loop."""
+    """Scores samples, each within its own time limit. Sync functions run in the main thread, outside the event loop."""
 
     def __init__(self, reward: Reward, timeout_s: float, format_check: FormatCheck | None = None) -> None:
         self._reward = reward
@@ -79,8 +78,7 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score `items`, keyed by the caller's numbers. Items not begun within `slice_s` get None. Async items may stay in flight; a later
-        call returns them."""
+        """Items not begun within `slice_s` get None. Async items may stay in flight; a later call returns them."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))

@@ -1,4 +1,4 @@
-"""Score in a separate process without Ray, for `roll-lite reward`."""
+"""Scoring in a separate process without Ray, for `roll-lite reward`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Extra seconds before the process is killed, so that the reward's own timeout message arrives first."""
+"""Extra time, so that the reward's own timeout message arrives first."""
 
 Answer = tuple[Score | str, float]
 

@@ -116,7 +116,7 @@ X = "⟦[A-Z][bmt]⟧"
 ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
 RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
 CONTINUED = r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then)\b)"
-"""Text after the letter A or I that shows it is an option, not a word."""
+"""Text after A or I that shows it is an option, not a word."""
 DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
 DENIED = re.compile(
     rf"(?i)(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b"
@@ -140,7 +140,7 @@ ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")
 
 
 def chosen_letters(text: str, options: dict[str, str]) -> set[str]:
-    """Return the letters that a text chooses; several if it is undecided."""
+    """Return several letters if the text is undecided."""
     named, bare = _patterns(tuple(options.items()))
     plain = bare.sub(_token, named.sub(_token, _plain(text[-LONGEST_TEXT:])))
     plain = DENIED.sub(lambda clause: re.sub(X, "⟦⟧", clause[0]), plain)
@@ -167,7 +167,7 @@ def _letters(text: str) -> set[str]:
 
 @lru_cache(maxsize=1024)
 def _patterns(options: tuple[tuple[str, str], ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return two patterns: one for options marked as in (C) or named by their text, one for bare letters."""
+    """Return two patterns: for options marked as in (C) or named by their text, and for bare letters."""
     texts = [_same(_plain(narrow(text))) for _, text in options]
     longest_first = sorted(zip(texts, options, strict=True), key=lambda one: -len(one[0]))
     groups = [rf"(?P<t{letter}>{re.escape(text)})" for text, (letter, _) in longest_first if text and texts.count(text) == 1]

@@ -161,7 +161,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Return an instruction's id and arguments. Tabular data sets store unused arguments as null (dropped here) and integers as floats
+    """Return an instruction's id and arguments. Tabular data sets store unused arguments as null (dropped) and integers as floats
     (converted)."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):

@@ -19,7 +19,7 @@ NAME = "actor_train"
 
 
 class IncomingAdapters:
-    """Buffer for the adapters of a weight update. `put_in_place` installs them in the engine."""
+    """Buffer for the adapters of a weight update. `put_in_place` installs them."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
         """`shapes`: PEFT name -> shape. `put(rank, tensors)` installs adapters; first called with zeros."""
@@ -30,7 +30,6 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """Drop the rest of a failed update."""
         self._received.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -55,7 +54,7 @@ class AdaptedLayer:
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor) for the adapters in `names`. Collective over the engine's workers."""
+    """Yield (name, unsharded tensor). Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -1,5 +1,5 @@
-"""Exceptions of engine workers, returned as values and raised once all workers have answered: vLLM's executor raises at the first failing
-worker and leaves the other answers in queues; SGLang's RPC reports only the first worker."""
+"""Exceptions of engine workers, returned as values and raised once all have answered: vLLM's executor raises at the first failing worker
+and leaves the other answers in queues; SGLang's RPC reports only the first worker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ _VALUE, _RAISED, _BROKE_OFF, _STALE = "value", "raised", "broke off", "stale"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Make a worker's method return its exceptions, for `values` to raise."""
-
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
         try:

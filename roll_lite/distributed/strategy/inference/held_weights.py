@@ -20,8 +20,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Read this worker's part of an expert layer: (experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj
-[experts, columns, rows])."""
+"""(experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj [experts, columns, rows]) of this worker's part
+of an expert layer."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,14 @@ class Layers:
     """Layer classes of vLLM or SGLang; `gather(part, dim)` joins shards."""
 
     linear: Any
-    """Engine's module with the linear layer classes."""
     vocabulary: Any
-    """Engine's module with the classes of embedding and LM head."""
     experts: type[Any]
     read_experts: ReadExperts
     workers: int
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: workers that hold each shard; RuntimeError if their copies differ."""
+        """Join a sharded tensor (collective). `copies`: workers that hold each shard; RuntimeError if they differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -48,7 +46,7 @@ class Layers:
 
 
 def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor); `names` None: all. Collective over the engine's workers."""
+    """Yield (name, unsharded tensor). Collective over the engine's workers."""
     parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
         held, tensors = _of_module(path, module, model, layers)
@@ -57,7 +55,6 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """Return the checkpoint layers that an engine module holds, and their tensors."""
     if isinstance(module, layers.linear.LinearBase):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -72,7 +69,6 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """Return the checkpoint layers fused into the engine layer `path`."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -111,8 +107,8 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return, for each matrix fused in the module, its rows on this worker, and how many workers hold a copy of these rows (more than 1 for
-    replicated key and value heads)."""
+    """Return, for each matrix fused in the module, its rows on this worker, and how many workers hold them (several for replicated key and
+    value heads)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

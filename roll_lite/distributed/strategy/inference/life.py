@@ -24,12 +24,12 @@ class EngineState(StrEnum):
     SERVING = "serving"
     PAUSED = "paused"
     UPDATING = "updating"
-    """Weight update in progress: a mix of old and new weights."""
+    """Mix of old and new weights."""
     HALF_UPDATED = "half updated"
-    """Weight update failed halfway; a complete update is needed."""
+    """Weights that need a complete update."""
     CACHE_OFFLOADED = "cache offloaded"
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """Weights in host memory or dropped; the KV cache possibly too."""
+    """Weights, and perhaps the KV cache, are away."""
     DEAD = "dead"
 
 
@@ -39,10 +39,10 @@ class EngineEvent(StrEnum):
     RESUME = "resume"
     CONNECT = "connect"
     BEGIN_UPDATE = "begin update"
-    """Announce a weight update; replaces an earlier announcement."""
+    """Announce an update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Bucket transfer failed. The old weights are intact unless a bucket was loaded."""
+    """Note a failed bucket transfer: the old weights are intact unless a bucket was loaded."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -80,14 +80,13 @@ class EngineLife:
     def __init__(self, make: str) -> None:
         self.state = EngineState.STARTING
         self.failure: str | None = NOT_STARTED
-        """Reason why the engine cannot serve; None if it can."""
         self.paused = False
         self.away: set[EngineMemory] = set()
         self.blank = False
         """True after an offload that dropped the weights, until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if the engine process has paused generation; None: unknown, as a call to pause or resume is running or was cancelled."""
+        """True if the engine process has paused generation; None: unknown, during or after a cancelled call to pause or resume it."""
         self.version = 0
         self._make = make
         self._died = asyncio.Event()

@@ -49,7 +49,7 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ requests
 
     async def run(self, flight: InFlight) -> Completion:
-        """Run a validated request. Cancelling aborts it in the engine."""
+        """Run a validated request. Cancelling aborts it."""
         ...
 
     async def progress(self, flights: Sequence[InFlight], parts: bool) -> Sequence[RequestProgress | None]: ...
@@ -63,7 +63,7 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method on all workers. TransferError if a weight transfer failed."""
+        """TransferError if a weight transfer failed."""
         ...
 
     async def renew(self, version: int) -> None:

@@ -47,7 +47,7 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which requests an exit; then kill processes that remain."""
+        """Call `ask`, which requests an exit; then kill what remains."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)
@@ -105,7 +105,6 @@ def when_host_is_gone(act: Callable[[], None]) -> None:
 
 
 def end_group_with_host_or_leader() -> None:
-    """Kill this process group once the hosting process or the group's leader has ended."""
     leader = os.getpgid(0)
 
     def end() -> None:
@@ -117,8 +116,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Start a thread that waits for the end of process `pid`, removes the engine's scratch folder if the hosting process has ended, then
-    calls `act`."""
+    """Wait in a thread for the end of process `pid`, remove the engine's scratch folder if the hosting process has ended too, then call
+    `act`."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -139,7 +138,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes (the caller last) except Python's resource trackers; remove their shared memory."""
+    """Kill processes, the caller last, except Python's resource trackers; remove their shared memory."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

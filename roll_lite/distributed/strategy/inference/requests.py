@@ -16,7 +16,7 @@ STOP_OVERLAP = "roll_lite_stop_overlap"
 """Request argument: number of tokens at the end of a resumed request's prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Extra tokens in `stop_overlap_tokens`: special tokens and parts of characters have no text."""
+"""Tokens added because some have no text: special tokens and parts of characters."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
 """New tokens are reported at every fifth poll. If the engine dies, later ones are lost."""
@@ -27,17 +27,15 @@ class InFlight:
     request: GenerationRequest
     report: Report
     version: int = 0
-    """Weight version when the engine got the request."""
     entered: bool = False
     aborted: bool = False
     begun: bool = False
     reported: int = 0
     number: int = -1
-    """Id in SglangEngine."""
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Return each request's progress; None if it has not begun. The second argument asks for new tokens too."""
+"""Return each request's progress; None before it begins. The second argument asks for new tokens too."""
 
 
 class ProgressReports:
@@ -74,14 +72,13 @@ class ProgressReports:
 
 
 def stop_overlap_tokens(request: GenerationRequest) -> int:
-    """Return how many of a resumed response's tokens, at the prompt's end, may contain the start of a stop string."""
     longest = max(map(len, request.sampling.stop), default=0)
     return min(request.resumed_tokens, longest * TOKENS_PER_CHARACTER + WITHOUT_TEXT) if longest else 0
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
     """Convert expert choices [tokens, layers, experts per token] to int16 [tokens, expert layers * experts per token]. The input may have
-    all layers of the model or only its expert layers."""
+    all layers or only expert layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

@@ -14,7 +14,6 @@ from roll_lite.files import changed_environment
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
-"""Lock file, held by the hosting process while it lives."""
 _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up to 36
 
 
@@ -37,7 +36,6 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Make the folder the temporary folder of processes started inside the block."""
         prefix = _call_semaphores(_semaphores_of(self.path))
         try:
             with changed_environment(dict.fromkeys(self._variables, self.path)):
@@ -57,7 +55,7 @@ def _remove_in(pid: int, path: str, lock: int) -> None:
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder. Return the lock's descriptor; None if another process has just removed the folder."""
+    """Return the lock's descriptor; None if another process has just removed the folder."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:
@@ -81,8 +79,8 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """Name this process's semaphores after the scratch folder, so that they are removed with it. Needed in an engine process started
-    without multiprocessing or outside `inherited`."""
+    """Name this process's semaphores after the scratch folder, to be removed with it: in an engine process started without multiprocessing
+    or outside `inherited`."""
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 

@@ -25,8 +25,7 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first installed distribution. NotInstalled if there is none (`remedy`: advice), RuntimeError if
-    unsupported."""
+    """NotInstalled if no distribution is installed (`remedy`: advice), RuntimeError if unsupported."""
     low, high = supported
     for name in distributions:
         try:
@@ -42,11 +41,10 @@ def check_version(distributions: Sequence[str], supported: Range, remedy: str) -
 @dataclass(frozen=True)
 class Environment:
     preset: Mapping[str, str]
-    """Environment variables, unless the user has set them."""
+    """Variables that the user may override."""
     required: Mapping[str, str] = field(default_factory=dict)
     """Variables that override the user's, for correctness."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Variables that follow from the YAML configuration or placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
@@ -60,7 +58,7 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Return the KV cache size in MB; None: the rest of GPU memory. `given`: configured size."""
+    """None: the rest of GPU memory. `given`: configured size."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 

@@ -1,7 +1,7 @@
 """Detect an engine that takes no steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers between steps, which are short: prompts are prefilled in chunks. If an answer takes much longer than the longest
-step so far, without kernel compilation, the engine is stuck.
+The engine's loop answers between steps. If an answer takes much longer than the longest step so far, without kernel compilation, the engine
+is stuck.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Ignore time inside the block, in which the engine takes no steps."""
+        """Ignore time in which the engine takes no steps."""
         self._suspended += 1
         try:
             yield

@@ -1,5 +1,3 @@
-"""Engine in separate processes: requests, weight updates, offloading, failures. `life.py` holds its state."""
-
 from __future__ import annotations
 
 import asyncio
@@ -46,7 +44,6 @@ class EngineStrategy(InferenceStrategy):
         self.life = EngineLife(make.name)
         self._reports = ProgressReports(self._progress)
         self._order = asyncio.Lock()
-        """Serializes calls that change the engine's state."""
         self._watching: list[asyncio.Task[None]] = []
         self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
         self._vocabulary = 0
@@ -225,7 +222,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """Receive and load one bucket. An update's first bucket freezes the engine until the update is complete."""
+        """An update's first bucket freezes the engine until the update is complete."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -292,7 +289,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Wait for a call during which the engine takes no steps; suspend the check for a stuck engine."""
+        """Suspend the check for a stuck engine during a call in which it takes no steps."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -307,7 +304,6 @@ class EngineStrategy(InferenceStrategy):
         return self.life.failure
 
     async def _watch(self) -> None:
-        """Fail the engine when a process has died or been stopped (SIGSTOP) for too long."""
         stopped = StoppedTime(LIVENESS_POLL_S)
         failure: str | None = None
         while failure is None:

@@ -58,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: facts about the model, which loading compares. `writer`: writes the
-    tensors to STATE_FOLDER. Return this rank's files."""
+    """Save a checkpoint to a shared folder (collective). `model`: facts that loading compares. `writer`: writes the tensors to
+    STATE_FOLDER. Return this rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -93,7 +93,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Remove the optimizer from the common state: Megatron checks that this is equal on all ranks, but the optimizer's differs."""
+    """Megatron checks that the common state is equal on all ranks, but the optimizer's differs."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -132,7 +132,6 @@ def read_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _clear_errors(state_folder: Path) -> Iterator[str]:
-    """Turn Megatron's many errors about bad files into one ValueError."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -153,7 +152,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Return this rank's random-state file; None if fewer ranks saved. ValueError if the file is lost."""
+    """None if fewer ranks saved. ValueError if the file is lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -197,7 +196,7 @@ def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> 
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors, which are unused and would prevent loading into torch's layers."""
+    """True for Transformer Engine's fp8 scaling factors: unused, they would prevent loading into torch's layers."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
@@ -230,8 +229,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around a bug in Megatron-Core 0.16: the distributed optimizer saves without padding between buckets but looks up offsets with
-    padding, so that parameters behind padding would get wrong values."""
+    """Work around Megatron-Core 0.16: the distributed optimizer saves without padding between buckets but looks up offsets with padding, so
+    that parameters behind it would get wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -241,7 +240,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
     """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: tensor names in the checkpoint; float32
-    weights that it lacks are removed from `state`."""
+    weights that it lacks are removed."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -285,8 +284,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16 that looks for `step` among these tensors, although
-    parameter groups hold it."""
+    """Copy loaded tensors into the optimizer. Megatron-Core 0.16 looks for `step` among them, although parameter groups hold it."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,8 +1,7 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
 A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
-memfds (anonymous files in memory) for the tensors, the job and the result. It reports success by writing the result: Ray may reap its exit
-code.
+memfds (anonymous files in memory) for tensors, job and result. It reports success by writing the result: Ray may reap its exit code.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """On the coordinating rank, write the index of all ranks' files and return path -> its record; empty on other ranks."""
+        """Write the index of all ranks' files, on the coordinating rank, and return path -> its record."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -112,8 +111,7 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Save by a background process. `files`: this rank's files; those already written are only flushed and recorded. `finish` is
-    collective."""
+    """Save by a background process. `files`: this rank's; those already written are only flushed and recorded. `finish` is collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -1,5 +1,5 @@
-"""Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; if it
-differs, because upstream has changed, the import fails."""
+"""Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; if
+upstream has changed and it differs, the import fails."""
 
 from __future__ import annotations
 

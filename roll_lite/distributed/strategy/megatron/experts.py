@@ -50,7 +50,8 @@ class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
     Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
-    use is even. Whole rows are counted, so that micro-batches and ranks do not change the loss."""
+    use is even. Rows count as a whole: micro-batches and ranks do not change the loss.
+    """
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -70,7 +71,7 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's load-balancing loss (summed over rows). Return it times coef / rows, its share of the training objective."""
+        """Record a layer's load-balancing loss (summed over rows). Return its share of the training objective: times coef / rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
@@ -119,7 +120,7 @@ class ExpertRouter(TopKRouter):
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Count expert choices; return routing weights with the balance loss's gradient attached. Padding (the last row) is excluded."""
+        """Return routing weights with the balance loss's gradient attached. Padding (the last row) is not counted."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -143,8 +144,7 @@ class ExpertRouter(TopKRouter):
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP that computes all experts of a rank with one kernel. On GPUs, this needs bfloat16 and widths divisible by 8; else
-    experts are computed one by one."""
+    """SequentialMLP that computes all experts of a rank with one kernel, which on GPUs needs bfloat16 and widths divisible by 8."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not len(hidden) or (hidden.is_cuda and not self._fits_kernel(hidden)):
@@ -184,8 +184,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 class Experts(MoELayer):
-    """Mixture-of-experts layer. Before recomputation in the backward pass, it restores the router's `rows` (packing layout), which later
-    micro-batches have overwritten."""
+    """Mixture-of-experts layer. Before recomputation, it restores the router's `rows` (packing layout), which later micro-batches have
+    overwritten."""
 
     router: ExpertRouter
 

@@ -1,5 +1,3 @@
-"""Run micro-batches through Megatron's pipeline schedules, and sum their results."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **o
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward without gradients. The last pipeline stage returns each `on_head(stage output, input)`, others []."""
+    """Run micro-batches without gradients. The last pipeline stage returns each `on_head(stage output, input)`, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -34,7 +32,7 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
     """Run micro-batches forward and backward. Gradients are summed over micro-batches and data-parallel ranks. `on_head(stage output,
-    input)` returns (loss, value). The last pipeline stage returns the values, others []."""
+    input)` returns (loss, value); the last pipeline stage returns the values, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -82,7 +80,7 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks. Waits for the device once. Context-parallel ranks have equal sums: averaging
+    """Sum metrics over micro-batches and data-parallel ranks; wait for the device once. Context-parallel ranks have equal sums: averaging
     over them makes a NaN or infinity on one known to all."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

@@ -26,12 +26,12 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Changes a rank's shard before export, e.g. merges an adapter; not in place."""
+"""Change a rank's shard before export, e.g. merge an adapter; not in place."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 FILE_BYTES = 4 << 30
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Suffixes of weight files; other files of the model's folder are copied."""
+"""Weight files; other files of the model's folder are copied."""
 
 
 def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -42,9 +42,8 @@ def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
 class _Source:
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """Global ranks of the tensor-parallel group; the first gathers full tensors."""
+    """Global ranks of the tensor-parallel group; the first gathers."""
     takes_part: bool
-    """True on ranks of the exporting (first) data-parallel replica."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -67,8 +66,7 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Divide tensors into buckets of at most `bucket_bytes`; a larger tensor has its own. A bucket is gathered as one tensor: it has one
-    dtype."""
+    """Buckets have at most `bucket_bytes`, unless one tensor is larger, and one dtype: they are gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -103,7 +101,7 @@ def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_o
 
 
 def _layer(expert: _Described) -> str:
-    """Return the prefix that a layer's experts share; empty if the tensor is no expert's."""
+    """Prefix that a layer's experts share; empty if the tensor is no expert's."""
     prefix, experts, _ = expert[0].partition(".experts.")
     return prefix if experts else ""
 
@@ -160,8 +158,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: Megatron tensor joined over
-        ranks that share a key/value head."""
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: over ranks that share a
+        key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
@@ -219,8 +217,8 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder (collective). Return this rank's files. `source`: the model's folder. `read`: returns a parameter's
-    values. `write`: writes a file's bytes."""
+    """Write a Hugging Face folder (collective). Return this rank's files. `source`: the model's folder. `read`: a parameter's values.
+    `write`: a file's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}

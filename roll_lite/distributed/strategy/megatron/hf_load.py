@@ -20,7 +20,7 @@ from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misf
 
 class HfCheckpoint:
     def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
-        """`key`: YAML path of the setting `folder`, for messages. `single`: file name of an unsplit checkpoint."""
+        """`key`: YAML path of `folder`, for messages. `single`: file name of an unsplit checkpoint."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
@@ -38,7 +38,6 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
-        """Lazy view of a stored tensor; indexing reads from the file."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
@@ -59,8 +58,8 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load every parameter. `value_init`: "actor" leaves the value head at zero; None: language model. `key`: YAML path of `folder`, for
-    messages. ValueError for missing, unknown and misshapen tensors."""
+    """`value_init`: "actor" leaves the value head at zero; None: language model. `key`: YAML path of `folder`. ValueError for missing,
+    unknown and misshapen tensors."""
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -106,7 +105,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """Read this rank's shard. `sharing`: number of ranks that share a key/value head and read the same shard."""
+    """`sharing`: number of ranks that share a key/value head and read the same shard."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

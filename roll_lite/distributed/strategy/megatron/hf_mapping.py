@@ -29,9 +29,9 @@ EXPERT = "<expert>"
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Megatron parameter name; for entries of LAYER, without `decoder.layers.<n>.`."""
+    """Name without `decoder.layers.<n>.` in entries of LAYER."""
     hf: tuple[str, ...]
-    """Hugging Face tensor names; for entries of LAYER, without `model.layers.<n>.`."""
+    """Names without `model.layers.<n>.` in entries of LAYER."""
     cut: int | None
     """Sharded dimension; None if replicated."""
     layout: Layout = Layout.PLAIN
@@ -47,8 +47,7 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the parameter's full name. `among`: the model's parameter names, which decide between `megatron` and `fused`. `layer`,
-        `expert`: local numbers."""
+        """`among`: the model's parameter names, which decide between `megatron` and `fused`. `layer`, `expert`: local numbers."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -115,20 +114,17 @@ EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weigh
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
-"""Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Value head, named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
+"""Named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """Parameter of this rank and its Hugging Face tensors."""
-
     entry: Entry
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for the copy of tied embeddings on another pipeline stage."""
+    """False for tied embeddings on another pipeline stage."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
@@ -153,8 +149,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards over them: more than 1 only for
-    q, k and v if there are fewer key/value heads than ranks."""
+    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards: more than 1 only for q, k and v
+    if there are fewer key/value heads than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

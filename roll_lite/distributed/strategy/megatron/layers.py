@@ -29,7 +29,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Extra argument of varlen_attn for grouped-query attention; torch 2.11 neither has nor needs it."""
+"""torch 2.11 neither has nor needs this argument for grouped-query attention."""
 
 
 def has_fused_kernels() -> bool:
@@ -110,8 +110,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Return the attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention
-        suffices."""
+        """Attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention suffices."""
         windowed = self.looks_back is not None and self.looks_back + 1 < keys
         if size == keys and not windowed:
             return None
@@ -138,7 +137,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """Column-parallel linear layer class; with `fused`, includes the norm of the layer's input."""
+    """Column-parallel linear layer; with `fused`, includes the norm of the layer's input."""
     row: Any
     experts: Any
     fused: bool
@@ -156,7 +155,7 @@ TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORC
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Select layer classes. ValueError if Transformer Engine is requested but unusable."""
+    """ValueError if Transformer Engine is requested but unusable."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

@@ -69,8 +69,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Compute log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank.
-    Tokens outside a truncated softmax get DROPPED and no gradient."""
+    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank. Tokens
+    outside a truncated softmax get DROPPED and no gradient."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """This tensor rank's shards of one projection's LoRA matrices. B starts at zero."""
+    """Shards of one projection's LoRA matrices on this tensor rank. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
         """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
@@ -46,7 +46,7 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """Return B times alpha / rank, for engines that omit this factor."""
+        """B times alpha / rank, for engines that omit this factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
+        """Addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -123,7 +123,7 @@ class Adapters:
         self.merging: dict[str, CutChange] = {}
         """Weight name -> function that merges its adapter."""
         self.scaling: dict[str, CutChange] = {}
-        """Name of a B matrix -> function that scales it by alpha / rank."""
+        """Name of a B matrix -> function that scales it."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:

@@ -125,7 +125,7 @@ class RollModel(GPTModel):
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens]: this context-parallel rank's packed tokens. positions [N]: tokens that need a result."""
+        """input_ids [1, tokens]: this context-parallel rank's. positions [N]: tokens that need a result."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
             # Recomputed layers get gradients only if their input requires one; frozen embeddings do not.

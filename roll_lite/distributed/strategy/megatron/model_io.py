@@ -1,5 +1,3 @@
-"""Convert batches to model inputs (packed rows), and model outputs to padded rows for the loss."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -20,7 +18,7 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Batch columns: token ids of a truncated softmax, and softmax temperature."""
+"""Batch columns: token ids of a truncated softmax, and its temperature."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build the inputs of the plan's micro-batches. `columns`: those that the loss reads; None: all. `ends`: also request results at rows'
-    last tokens. `experts`: None for dense models. `record`: record expert choices."""
+    """`columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense
+    models. `record`: record expert choices."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)

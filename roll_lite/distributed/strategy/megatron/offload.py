@@ -39,8 +39,7 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Free the groups' device memory. Return bytes freed ("freed") and copied to the host ("out"): not gradients, nor state with a
-        valid copy."""
+        """Return bytes freed ("freed") and copied to the host ("out"): not gradients, nor state with a valid copy."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -119,7 +118,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Return the group's storages. A shared one belongs to its first group in StateGroup's order."""
+        """List the group's storages. A shared one belongs to its first group in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
@@ -147,7 +146,6 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """Return freed memory from the allocator (CUDA or glibc) to the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
@@ -155,7 +153,6 @@ def _return_free_memory() -> None:
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Byte views of the tensors' storages, without duplicates."""
     return [_bytes(one) for one in {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()]
 
 

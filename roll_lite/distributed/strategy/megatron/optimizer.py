@@ -1,5 +1,3 @@
-"""Megatron's optimizer and scheduler, with an optional AdamW update on the host."""
-
 from __future__ import annotations
 
 import math
@@ -100,7 +98,6 @@ class Optimizer:
                     state["step"] = count.to(weight.device) if is_fused else count
 
     def tensors(self, with_moments: bool = True) -> Iterator[torch.Tensor]:
-        """Yield the trained weights, each followed by its moments and step count."""
         for part in self.parts:
             for weight in part.get_parameters():
                 yield weight
@@ -129,7 +126,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Return (gradient norm of the whole model, whether all ranks' losses are finite). `is_finite`: this rank's loss. Collective."""
+        """Return (gradient norm of the whole model, whether all ranks' losses are finite). Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -161,7 +158,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares in float64, without waiting for the device."""
+    """Compute in float64, without waiting for the device."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.

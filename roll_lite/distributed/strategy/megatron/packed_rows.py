@@ -1,5 +1,3 @@
-"""Pack a micro-batch's rows into one sequence, split over context-parallel ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of this rank's packed tokens: each token's row, position and attended tokens. Replaces Megatron's PackedSeqParams."""
+    """Layout of this rank's packed tokens, in place of Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Run-length encoded pieces, which are rows or, with context parallelism, this rank's parts of rows: (number of adjacent equal pieces,

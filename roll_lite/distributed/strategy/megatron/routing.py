@@ -56,7 +56,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Return the numbers of replayed choices, and of those that differ from the router's own."""
+        """Count replayed choices, and replayed choices that differ from the router's own."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

@@ -76,8 +76,8 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Allocate memory for the rows of the stored tensor `key` that contain entries `start` to `end` of `piece`, this rank's flattened
-        shard. Return (ShardedTensor of these rows, view of just these entries). Vocabulary padding is not stored and stays zero."""
+        """Allocate the rows of stored tensor `key` that contain entries `start` to `end` of `piece`, this rank's flattened shard. Return
+        (ShardedTensor of the rows, view of the entries). Vocabulary padding is not stored and stays zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num

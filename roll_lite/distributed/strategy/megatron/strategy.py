@@ -64,7 +64,6 @@ from roll_lite.models.hf_config import read_hf_config
 from roll_lite.models.model_files import weight_shapes
 
 AVERAGE_FOLDER = "ema"
-"""Checkpoint folder with the weights' moving average, a float32 model."""
 LOSS = ""
 
 
@@ -335,7 +334,6 @@ class WeightAverage:
 
     @property
     def bindings(self) -> list[Binding]:
-        """Bindings to the averages, to load them from a checkpoint."""
         return [replace(binding, parameter=self.means[binding.parameter]) for binding in self._bindings]
 
     def update(self) -> None:

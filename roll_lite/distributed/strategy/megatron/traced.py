@@ -47,10 +47,8 @@ class RankMemory:
     kept: int = 0
     """Activations of a micro-batch, kept from forward to backward."""
     training: int = 0
-    """Peak in forward and backward."""
     update: int = 0
     forward: int = 0
-    """Peak in a pass without gradients."""
     inputs: int = 0
     """Input tensors of one micro-batch. A pass holds those of all its micro-batches."""
     kv_cache: int = 0
@@ -72,7 +70,6 @@ class StorageMeter(TorchDispatchMode):
         return result
 
     def since(self, start: int) -> int:
-        """Return the peak since the last call, beyond `start` bytes."""
         peak, self.peak = self.peak, self.now
         return max(peak - start, 0)
 

@@ -18,7 +18,7 @@ DROPPED = -1e4
 
 
 class Vocabulary:
-    """This rank's share of the vocabulary (V/tp rows of the output weight), and the softmax at N positions.
+    """Share of the vocabulary (V/tp rows of the output weight) on this rank, and the softmax at N positions.
 
     `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
     besides the target, padded with -1; a row of only -1, or None, means no truncation.
@@ -76,7 +76,7 @@ class Vocabulary:
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """Mask [N, words] of the block's words outside the truncated softmax."""
+        """Mask [N, words] of words outside the truncated softmax."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
         # Ids outside the block go to an extra column.
@@ -124,8 +124,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, collected block by block; None if not needed. That of hidden states is a partial sum,
-    from this rank's vocabulary shard."""
+    """Gradients of hidden states and output weight, collected block by block; None if not needed. That of hidden states is this rank's
+    partial sum."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

@@ -25,7 +25,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return an argument's text; ValueError if it is blank, since every response would contain it."""
+    """Refuse blank text, which every response would contain."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value

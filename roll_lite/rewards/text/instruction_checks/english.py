@@ -1,5 +1,3 @@
-"""English word lists, so that no corpora must be downloaded."""
-
 from __future__ import annotations
 
 

@@ -44,7 +44,6 @@ def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int
 
 
 def sentence_hyphens(response: str) -> bool:
-    """Check that sentences are joined by hyphens without spaces: One.-Two.-Three."""
     pieces = re.split(r"(?<=[.!?])-", response.strip())
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 

@@ -190,7 +190,6 @@ def one_option(response: str, options: list[str]) -> bool:
 
 
 def emoji(response: str) -> bool:
-    """Check that every sentence ends in an emoji, before or after its punctuation."""
     said = sentences(response) or [response.strip()]
     follows = [*map(BEGINS_WITH_EMOJI.match, said[1:]), None]
     return all(ENDS_IN_EMOJI.search(one[-40:]) or behind for one, behind in zip(said, follows, strict=True))

@@ -1,5 +1,3 @@
-"""Split text into the units that instructions count: sentences, words, syllables."""
-
 from __future__ import annotations
 
 import re
@@ -20,7 +18,7 @@ LONGEST_ABBREVIATION = 40
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
-"""Invisible characters. Zero-width joiners match only next to Latin letters: elsewhere they have a meaning."""
+"""Invisible characters; zero-width joiners only next to Latin letters, as they have a meaning elsewhere."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
 
 MARKS = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] == "P"]
@@ -70,7 +68,6 @@ def whole_words(phrase: str, text: str) -> int:
 
 
 def plain(text: str) -> str:
-    """Remove accents."""
     return "".join(character for character in unicodedata.normalize("NFKD", text) if not unicodedata.combining(character))
 
 

@@ -1,2 +1,2 @@
-"""All code that depends on SGLang's version. `engine.py` (hosting process) talks to `server.py` (own process); SGLang's schedulers import
+"""Code that depends on SGLang's version. `engine.py` (hosting process) talks to `server.py` (own process); SGLang's schedulers import
 `scheduler.py`."""

@@ -34,7 +34,6 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """Act as decorator, `@triton.jit` or `@triton.jit(...)`."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:
@@ -81,7 +80,6 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Install the dummies, before importing SGLang."""
     global _library
     if torch.cuda.is_available():
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")

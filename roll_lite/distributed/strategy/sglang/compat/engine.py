@@ -1,5 +1,3 @@
-"""SGLang in a separate server process, to which calls are forwarded."""
-
 from __future__ import annotations
 
 import asyncio
@@ -148,7 +146,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload parts. On a CPU nothing is freed."""
+        """Free memory on GPUs; do nothing on a CPU."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:

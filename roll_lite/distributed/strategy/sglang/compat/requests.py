@@ -69,8 +69,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens from index `first` that SGLang has reported (it does every 50 tokens), without the newest. `version`: weight
-    version that generated them."""
+    """Return the tokens from index `first` that SGLang has reported (every 50 tokens), without the newest. `version`: weight version that
+    generated them."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -132,9 +132,7 @@ class StopText:
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
-        """Tokens to decode together with the next one."""
         self._shown = len(self._pending)
-        """Number of `_pending` tokens whose text is already known."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
@@ -144,7 +142,6 @@ class StopText:
             self.next(token)
 
     def next(self, token: int) -> str | None:
-        """Add a token; return a stop string that it completes."""
         self.tokens += 1
         new = self._new_text(token)
         if not new:

@@ -59,8 +59,6 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 
 class RolloutScheduler(Scheduler):
-    """SGLang's scheduler with methods that SGLang's RPC calls on every worker."""
-
     roll_lite_adapters: IncomingAdapters | None = None
     """Set if weight updates send only adapters."""
 
@@ -182,7 +180,6 @@ def take_seeds_where_given() -> None:
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:
-        """Random seeds, equal on all workers."""
         return torch.randint(2**62, (len(info),), device=info.device)
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
@@ -250,7 +247,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native expert code to this worker's experts. Others have id -1, which that code would use as an index."""
+    """Restrict SGLang's native expert code to this worker's experts: others' id -1 would be used as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -231,7 +231,6 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Clear the KV cache and set the weight version, in a paused scheduler."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True
@@ -273,7 +272,6 @@ class EngineServer:
 
 
 def end(engine: Any) -> None:
-    """Kill the engine's processes, except the one that removes shared memory."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()

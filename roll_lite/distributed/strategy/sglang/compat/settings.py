@@ -71,7 +71,7 @@ SETTINGS = {
 }
 """Engine argument -> strategy key to use instead."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Where SGLang declares its engine arguments: (file pattern, class name or None for all)."""
+"""Places of SGLang's engine arguments: (file pattern, class name or None for all)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"

@@ -38,7 +38,6 @@ _LAST_S = 3.0  # seconds that vLLM gets for a clean shutdown
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Return engine arguments; on a multi-node engine's nodes, they differ only in the node's number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -152,8 +151,7 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Return the number of likeliest tokens whose log-probs are requested, to find `kept_ids`: 0 for greedy decoding, None without
-        `keep_mask`."""
+        """Number of likeliest tokens whose log-probs are requested, to find `kept_ids`: 0 for greedy decoding, None without `keep_mask`."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -193,7 +191,6 @@ class VllmEngine(VllmProcesses):
         await self._llm.update_weight_version(str(version))
 
     async def _forget(self) -> None:
-        """Drop the KV cache; running requests are then recomputed with the new weights."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:

@@ -20,7 +20,6 @@ SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
-    """`name`: model name in requests."""
     check_version()
     for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
         sys.stderr.write(f"judges.{name}: {note}\n")
@@ -53,7 +52,6 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
 
 
 def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
-    """Maximum tokens of prompt plus response; None: vLLM decides."""
     if config.strategy.max_model_len is not None or cuda:
         return config.strategy.max_model_len
     try:

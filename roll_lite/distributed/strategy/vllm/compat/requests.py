@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 ADAPTERS = 1
-"""Id of the only LoRA adapter (`lora_int_id`)."""
 STOP_IDS = 120
 """Maximum `stop_token_ids` with `min_tokens`. vLLM's GPU sampler has room for 128, end tokens included; more kill the engine."""
 
@@ -75,8 +74,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert a final output. `version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find
-    kept_ids. `experts`: None to omit expert choices."""
+    """`version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find kept_ids. `experts`: None
+    to omit expert choices."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")

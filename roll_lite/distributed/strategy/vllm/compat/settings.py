@@ -65,7 +65,6 @@ SETTINGS = {
 }
 """Engine argument -> strategy key to use instead."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
-"""(file, class) of vLLM's engine arguments."""
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -82,7 +81,6 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
-    """Environment variables to set before vLLM is imported."""
     reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # vLLM's default is the address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",

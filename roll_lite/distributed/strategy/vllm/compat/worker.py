@@ -126,7 +126,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums of named tensors (None: all), in the given dtypes. Collective."""
+        """Checksums in the given dtypes. Collective."""
         held = _held(self, names, shapes)
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -199,7 +199,7 @@ _DIGIT = 128
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Unpack this worker's expert weights: (number of all experts, gate_proj above up_proj, down_proj). RuntimeError on a GPU."""
+    """Return (number of all experts, gate_proj above up_proj, down_proj) of this worker. RuntimeError on a GPU."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
