@@ -27,6 +27,7 @@ from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.megatron.traced import RankMemory, trace
+from roll_lite.distributed.weight_sync.plan import bucket_limit
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD
 from roll_lite.models.model_files import weight_shapes
 from roll_lite.planning.architecture import Architecture, of_scorer
@@ -152,7 +153,7 @@ def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
         if of_experts:
             layers[prefix] = layers.get(prefix, 0) + size // owners
     if layers and owners > 1:
-        bucket, held = min(bucket, max(bucket // owners, *layers.values())), owners
+        bucket, held = bucket_limit(bucket, owners, max(layers.values())), owners
     largest = max(sizes.values())
     return min(sum(sizes.values()), (BUCKETS_AHEAD + held) * bucket + (largest if largest > bucket else 0))
 

@@ -55,6 +55,12 @@ class ExportPlan:
         return [grouped[number] for number in sorted(grouped)]
 
 
+def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
+    """Return the limit of a bucket with experts, of which engines hold one per owner: together they make `bucket_bytes` or, if larger, one
+    layer's experts. `layer_bytes`: those of one owner."""
+    return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
+
+
 @dataclass(frozen=True)
 class Route:
     """Transfer of tensors of one bucket from one sender to several engine workers, by member numbers."""

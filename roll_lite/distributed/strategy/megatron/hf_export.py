@@ -18,7 +18,7 @@ from safetensors.torch import save
 from roll_lite.data.proto import save_tensors
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
-from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, bucket_limit
 from roll_lite.files import write_json
 from roll_lite.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.models.hf_config import HfConfig
@@ -94,7 +94,7 @@ def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_o
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
     limit = whole_layers = bucket_bytes
     if share and expert_owners > 1:
-        limit = min(bucket_bytes, max(bucket_bytes // expert_owners, share))
+        limit = bucket_limit(bucket_bytes, expert_owners, share)
         whole_layers = limit // share * share or limit
     buckets = [_in_buckets(tensors, whole_layers if tensors and _layer(tensors[0]) else limit) for tensors in owned]
     return [bucket for turn in zip_longest(*buckets) for bucket in turn if bucket is not None]
