@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 from engine_harness import require
 
@@ -119,6 +122,32 @@ def test_an_agents_branches_from_its_requests_to_recomputed_weights(engine: str,
     assert rows == told and len(told) == 64
     assert "actor weights" in says("recompute.py", run.folder)
     assert "the ledger adds up" in says("audit.py", run.folder)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_turns_after_an_update_in_mid_episode_have_the_trainers_log_probs(engine: str, tmp_path: Path) -> None:
+    """The engine's cache holds the first turns as the old weights read them: what follows must not be sampled from it."""
+    require(engine)
+    ahead = ("rollout.supply=one_step_off", "rollout.on_sync=pause", "algorithm.old_log_probs=recompute", "batches.write=always")
+    with Run(
+        tmp_path, "tiny_guess", *ahead, "rollout.prompts_per_step=8", "steps=4", "validation=null", f"actor_infer.strategy={engine}"
+    ) as run:
+        code, output = run.finish(500)
+    assert code == 0, output
+    lines = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    turns_of = {line["group"]: line["turns"] for line in lines if line["event"] == "group" and line["end"] == "delivered"}
+    differences: list[float] = []
+    for version in range(4):
+        for row in pq.read_table(run.folder / f"batches/step_{version + 1:06}/rows_0000.parquet").to_pylist():
+            turns = turns_of[row["group"]][row["index"]]
+            mask = np.array([False, *row["response_mask"][1:], False])  # as log-probs, which begin with the second token
+            starts, ends = np.flatnonzero(mask[1:] & ~mask[:-1]), np.flatnonzero(mask[:-1] & ~mask[1:])
+            gap = np.abs(np.subtract(row["rollout_log_probs"], row["old_log_probs"]))
+            for (_, first, last), start, end in zip(turns, starts, ends, strict=True):
+                if first == last == version > turns[0][1]:
+                    differences += gap[start:end].tolist()
+    assert len(differences) > 50 and max(differences) < 1e-4
 
 
 PER_TURN = (
