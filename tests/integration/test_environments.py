@@ -150,6 +150,26 @@ def test_turns_after_an_update_in_mid_episode_have_the_trainers_log_probs(engine
     assert len(differences) > 50 and max(differences) < 1e-4
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("sequence", ["sample", "row"])
+def test_branches_with_a_critic_and_their_replay(sequence: str, tmp_path: Path) -> None:
+    """Recomputed by plain transformers, and repeated from their dump with the same weights bit for bit."""
+    require("vllm")
+    settings = (*BRANCHES, "rollout.samples_per_prompt=4", f"algorithm.sequence={sequence}", "algorithm.critic_warmup_steps=0", "steps=2")
+    chosen = (*SMALL[:-1], "~domains.add.reward", AGENT, *settings, EPS, "critic.optimizer.eps=1e-6")
+    with Run(tmp_path / "whole", "tiny_ppo", *chosen, "rollout.dump=true", "batches.write=always") as run:
+        code, output = run.finish(500)
+    assert code == 0, output
+    assert all(step["episode/rows"] > 1.2 for step in run.metrics() if "time/step" in step)
+    told = says("recompute.py", run.folder)
+    assert "actor weights" in told and "critic weights" in told
+    assert "the ledger adds up" in says("audit.py", run.folder)
+    with Run(tmp_path / "again", "tiny_ppo", *chosen, "mode=train_only", f"replay.path={run.folder}") as again:
+        code, output = again.finish(300)
+    assert code == 0, output
+    assert checksums(again.folder) == checksums(run.folder)
+
+
 PER_TURN = (
     "domains.add={data: {train: examples/data/add_train.jsonl, validation: examples/data/add_validation.jsonl}, "
     "sampling: {max_prompt_tokens: 12, max_tokens: 40}, environment: {name: function, "
