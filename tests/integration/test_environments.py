@@ -150,6 +150,40 @@ def test_turns_after_an_update_in_mid_episode_have_the_trainers_log_probs(engine
     assert len(differences) > 50 and max(differences) < 1e-4
 
 
+PROGRAM = """
+import json, os, sys, urllib.request
+def ask(messages):
+    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+messages = json.load(sys.stdin)["messages"]
+for _ in range(2):
+    messages += [ask(messages), {"role": "user", "content": "Again."}]
+print("thinking aloud")
+print("answer:", messages[-2]["content"].split())
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_is_trained_by_its_command(tmp_path: Path) -> None:
+    """A process of its own in each episode, without any package. Its last line of output is scored."""
+    require("vllm")
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    environment = f"{{name: endpoint, function: null, command: [{sys.executable}, {tmp_path / 'agent.py'}], max_turns: 3}}"
+    settings = (f"domains.calculator.environment={environment}", "rollout.prompts_per_step=4", "steps=2", "validation=null")
+    with Run(tmp_path / "run", "tiny_agent", *settings, "batches.write=always", EPS) as run:
+        code, output = run.finish(500)
+    assert code == 0, output
+    for sample in (sample for step in (1, 2) for sample in run.samples(step)):
+        said = sample["episode"]["messages"]
+        assert [message["role"] for message in said] == ["user", "assistant", "user", "assistant"]
+        assert sample["episode"]["answer"] == f"answer: {said[-1]['content'].split()}"
+    assert all(step["rollout/failed"] == 0 and step["mismatch/max"] < 1e-4 for step in run.metrics() if "time/step" in step)
+    assert "actor weights" in says("recompute.py", run.folder)
+    assert "the ledger adds up" in says("audit.py", run.folder)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("sequence", ["sample", "row"])
 def test_branches_with_a_critic_and_their_replay(sequence: str, tmp_path: Path) -> None:
