@@ -73,6 +73,13 @@ class Tab:
         await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
+    async def mouse(self, *events: tuple[str, float, float], clicks: int = 1, wheel: float = 0.0) -> None:
+        """Events of a mouse: moved, pressed, released or wheel, each with the place of the pointer."""
+        further = {"moved": {}, "wheel": {"deltaX": 0, "deltaY": wheel}}
+        for kind, x, y in events:
+            more = further.get(kind, {"button": "left", "clickCount": clicks})
+            await self.call("Input.dispatchMouseEvent", type=f"mouse{kind.capitalize()}", x=x, y=y, **more)
+
     async def picture(self, width: int = 1440, height: int = 900) -> bytes:
         """Screenshot in PNG."""
         await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)

@@ -62,7 +62,7 @@ def test_an_engine_joins_with_a_node_and_leaves_when_the_node_is_drained(hosts: 
     run.trains(2)
     drain(hosts, 2)
     run.until(lambda: run.says(rf"actor_infer\[1\] on {hosts.addresses[2]} leaves, since its node is drained; 1 engines now"))
-    run.trains(1)
+    run.trains(4)
     if returns:
         hosts.kill(2)
         hosts.start(2)

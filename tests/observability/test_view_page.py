@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestServer
@@ -83,6 +84,68 @@ async def test_samples_are_filtered_read_and_never_run(tab: Tab, address: str) -
     assert await tab.value(TIDY) and await tab.value(UNNAMED) == []
 
 
+SAMPLES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "Domain=make": lambda one: one["domain"] == "make",
+    "Of=validation": lambda one: one["kind"] == "validation",
+    "Correct=true": lambda one: one["correct"] is True,
+    "Correct=false": lambda one: one["correct"] is False,
+    "Outcome=failed": lambda one: one["outcome"] == "failed",
+    "End=length": lambda one: one["finish_reason"] == "length",
+    "Score, from=0.5": lambda one: (one["score"] or 0) >= 0.5,
+    "Score, to=0.5": lambda one: one["score"] is not None and one["score"] <= 0.5,
+    "Step, from=3": lambda one: one["step"] >= 3,
+    "Step, to=1": lambda one: one["step"] <= 1,
+    "Tokens, from=4": lambda one: one["response_tokens"] >= 4,
+    "Tokens, to=4": lambda one: one["response_tokens"] <= 4,
+}
+CONTROL = (
+    "[...document.querySelectorAll('main select, main input')].find(one => (one.ariaLabel || one.closest('label').firstChild.data) === {})"
+)
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    files = sorted((run / "samples").glob("*.jsonl"))
+    return [{"kind": file.name.split("_")[0], **json.loads(line)} for file in files for line in file.read_text().splitlines()]
+
+
+async def choose(tab: Tab, label: str, value: str, part: str = "main") -> None:
+    """Set a control as a user does, and wait until this part of the page is drawn again."""
+    control = CONTROL.format(json.dumps(label))
+    await tab.until(f"{control} && document.querySelector('{part} > *')")
+    await tab.value(f"document.querySelector('{part} > *').dataset.old = 1")
+    await tab.value(f"(one => {{ one.value = {json.dumps(value)}; one.dispatchEvent(new Event('change')); }})({control})")
+    await tab.until(f"document.querySelector('{part} > *') && !document.querySelector('{part} > [data-old]')")
+
+
+async def test_every_filter_finds_its_samples(tab: Tab, address: str, tmp_path: Path) -> None:
+    records = samples_of(tmp_path / "small/first")
+    await tab.open(f"{address}#samples?run=small/first")
+    for name, holds in SAMPLES.items():
+        wanted = sum(map(holds, records))
+        assert 0 < wanted < len(records)
+        await choose(tab, *name.split("="))
+        await tab.until(f"document.getElementById('found')?.innerText.match(/^{wanted} samples? /)")
+        assert await tab.value("document.querySelectorAll('.list tr[tabindex]').length") == wanted, name
+        await tab.value("[...document.querySelectorAll('button')].find(one => one.innerText === 'Clear').click()")
+        await tab.until(f"document.getElementById('found')?.innerText.startsWith('{len(records)} samples')")
+    await choose(tab, "Domain", "make")
+    await tab.until("location.hash.includes('domain=make')")
+    await choose(tab, "Correct", "false")
+    both = sum(one["domain"] == "make" and one["correct"] is False for one in records)
+    await tab.until(f"document.getElementById('found')?.innerText.startsWith('{both} samples')")
+
+
+@pytest.mark.parametrize(("column", "order"), [(0, "step"), (2, "score"), (3, "response_tokens"), (4, "advantage")])
+async def test_samples_stand_in_the_chosen_order(tab: Tab, address: str, column: int, order: str) -> None:
+    await tab.open(f"{address}#samples?run=small/first&kind=step")
+    for sign in ("-", ""):
+        await choose(tab, "Order", f"{sign}{order}")
+        cells = await tab.value(f"[...document.querySelectorAll('.list tr[tabindex]')].map(one => one.children[{column}].innerText)")
+        numbers = [float(cell.replace("−", "-")) for cell in cells if cell != "–"]
+        assert numbers == sorted(numbers, reverse=sign == "-") and len(set(numbers)) > 1
+        assert all(cell == "–" for cell in cells[len(numbers) :]), "samples without a number are last"
+
+
 async def test_every_conversation_of_an_agent_is_shown_and_found(tab: Tab, address: str) -> None:
     await tab.open(f"{address}#samples?run=small/first&text=first+add+them")
     await tab.until("document.getElementById('found')?.innerText.startsWith('1 sample') && document.querySelector('.call')")
@@ -109,6 +172,29 @@ async def test_keys_move_through_samples_and_tokens_are_coloured(tab: Tab, addre
     await tab.key("ArrowDown")
     await tab.until("document.querySelector('.sample[aria-current=true]')?.getAttribute('aria-label').startsWith('Sample 2,')")
     assert "reward timed out" in await text(tab, ".sample[aria-current=true]"), "the cause of the failure"
+
+
+COLOURED = {
+    "text": None,
+    "logprob": ["e0503f 24%", "e0503f 72%"],
+    "advantage": ["2f9e5b 72%", "e0503f 72%"],
+    "difference": ["e0503f 72%", "2f9e5b 0%"],
+    "version": ["59, 111, 182", "59, 111, 182"],
+}
+"""Colours of the policy's two tokens. Both are of version 0, which has the first colour."""
+
+
+async def test_colours_show_each_number(tab: Tab, address: str) -> None:
+    await tab.open(f"{address}#samples?run=small/first&domain=add&kind=step&step_max=1")
+    await tab.until("document.querySelector('.sample')")
+    for mode, wanted in COLOURED.items():
+        await choose(tab, "Colour tokens by", mode, part="#detail")
+        if wanted is None:
+            assert not await tab.value("document.querySelector('.tokens, .scale')")
+            continue
+        styles = await tab.value("[...document.querySelectorAll('.tokens span')].map(one => one.getAttribute('style') || '')")
+        told = [style.replace("rgb(224, 80, 63)", "#e0503f").replace("rgb(47, 158, 91)", "#2f9e5b") for style in styles]
+        assert told[:2] == ["", ""] and all(colour in style for colour, style in zip(wanted, told[2:], strict=True)), (mode, styles)
 
 
 async def test_why_a_domain_moved(tab: Tab, address: str) -> None:
@@ -145,6 +231,45 @@ async def test_a_timeline_zooms_and_is_saved_for_perfetto(tab: Tab, address: str
     assert trained["actor_train[1]"]["dur"] == 600_000 and trained["actor_train[1]"]["ts"] - trained["driver: phases"]["ts"] == 100_000
     await tab.key("]")
     await tab.until("location.hash.includes('step=4')")
+
+
+async def test_the_mouse_moves_and_zooms_the_timeline_and_opens_samples(tab: Tab, address: str) -> None:
+    await tab.call("Emulation.setDeviceMetricsOverride", width=1440, height=1600, deviceScaleFactor=1, mobile=False)
+    await tab.open(f"{address}#timeline?run=small/first&step=3")
+    await tab.until("document.querySelector('canvas.time')?.getAttribute('aria-label').endsWith('6 samples')")
+    left, top, width = await tab.value(
+        "(box => [box.left, box.top, box.width])(document.querySelector('canvas.time').getBoundingClientRect())"
+    )
+    told, span = "document.querySelector('main [role=status]').innerText", "Number(document.querySelector('canvas.time').dataset.span)"
+    phases = top + 26 + 20 + 10
+    await tab.mouse(("moved", left + 0.3 * width, phases))
+    assert (await tab.value(told)).startswith("generate: 3 s, from 0 s to 3 s")
+    whole = await tab.value(span)
+    await tab.mouse(("wheel", left + 0.3 * width, phases), wheel=-100)
+    await tab.until(f"{span} < {whole}")
+    assert await tab.value(span) == pytest.approx(0.8 * whole, rel=0.01)
+    await tab.mouse(("moved", left + 0.3 * width, phases))
+    assert (await tab.value(told)).startswith("generate"), "what is under the pointer stays there"
+    await tab.mouse(("moved", left + 0.9 * width, phases))
+    before = await tab.value(told)
+    await tab.mouse(
+        ("pressed", left + 0.2 * width, phases), ("moved", left + 0.9 * width, phases), ("released", left + 0.9 * width, phases)
+    )
+    await tab.mouse(("moved", left + 0.9 * width, phases))
+    assert await tab.value(told) != before and await tab.value(span) == pytest.approx(0.8 * whole, rel=0.01), "moved, not zoomed"
+    await tab.value("document.querySelector('canvas.time').focus()")
+    await tab.key("0")
+    assert await tab.value(span) == whole
+    height = int(await tab.value("document.querySelector('canvas.time').clientHeight"))
+    for y in range(0, height, 4):
+        place = left + 0.4 * width, top + y
+        await tab.mouse(("moved", *place))
+        if (bar := await tab.value(told)).startswith("add, group 6, sample"):
+            break
+    for clicks in (1, 2):
+        await tab.mouse(("pressed", *place), ("released", *place), clicks=clicks)
+    number = bar.split(",")[2].split()[-1]
+    await tab.until(f"document.querySelector('.sample[aria-current=true]')?.ariaLabel.startsWith('Sample {number},')")
 
 
 async def test_settings_of_two_runs_are_compared_and_the_dark_page_is_dark(tab: Tab, address: str) -> None:
