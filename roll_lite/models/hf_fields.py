@@ -1,5 +1,8 @@
-"""Check the fields of config.json. Unknown fields are refused: they might change the model. A field is ignored only if engines, which read
-more fields than transformers (vLLM: is_causal, layer_types), ignore it too."""
+"""Check the fields of config.json.
+
+Unknown fields are refused, because they might change the model. Engines read more fields than transformers (vLLM: is_causal, layer_types);
+a field is ignored only if engines ignore it too.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ _ROPE_FIELDS = {
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
-    """`heads`: allowed endings of the architecture's class name."""
+    """Yield a message per unsupported field. `heads`: allowed endings of the architecture's class name."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]
@@ -111,7 +114,6 @@ def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
 
 
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
-    """Check the architecture's name, by which vLLM and SGLang choose the model's code."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
         known = [architecture(family, head) for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
