@@ -131,8 +131,11 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`. Then groups with equal `before_kl`
-    [N] (rewards without KL) get 0: the division would scale up differences by KL alone."""
+    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`.
+
+    With `normalize_std`, groups with equal `before_kl` [N] (rewards without KL) get 0: the division would scale up differences caused by KL
+    alone.
+    """
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -144,8 +147,10 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return each turn's reward plus the discounted rewards of later turns in the same batch row. `rewards`, `rows`: of each turn, sorted
-    by row, then by time."""
+    """Return each turn's reward plus the discounted rewards of later turns in the same batch row.
+
+    `rewards` and `rows` have an entry per turn, sorted by row, then by time.
+    """
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -175,9 +180,10 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return (reward - group mean) * n / m: n samples, m of them in groups with unequal rewards, so that groups of equal rewards do not
-    dilute the gradient. before_kl [N]: rewards compared for equality, since KL makes nearly all rewards differ. trains [N] bool: samples
-    that count in n and m."""
+    """Return (reward - group mean) * n / m for n samples, of which m are in groups with unequal rewards: groups with equal rewards then do
+    not shrink the gradient. before_kl [N]: rewards compared for equality, because KL makes nearly all rewards differ. trains [N] bool:
+    samples that count in n and m.
+    """
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -212,7 +218,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten samples' advantages [B], as if each policy token had its sample's."""
+    """Whiten advantages [B] of samples. Each sample weighs as much as it has policy tokens."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

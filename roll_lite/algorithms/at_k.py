@@ -19,8 +19,11 @@ def every_k(most: int) -> list[int]:
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. With equally many samples per prompt: the standard
-    deviation of the prompts' means, divided by the square root of their number."""
+    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt.
+
+    With equally many samples per prompt, it is the standard deviation of the prompts' means, divided by the square root of the number of
+    prompts.
+    """
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())
     count = len(deviations)
@@ -31,7 +34,7 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`answers`: number of the answer, from 0, equal for equal answers to a prompt; else NO_ANSWER or READS_NONE."""
+        """`answers`: number of each sample's answer, from 0, or NO_ANSWER or READS_NONE. Equal answers to a prompt have equal numbers."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]

@@ -79,8 +79,11 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`; if `moments` is not empty,
-    only the advantages' `row_moments` there. `within`: discount inside a turn; `gamma`: between turns."""
+    """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`.
+
+    If `moments` is not empty, write only the `row_moments` of the advantages to it. `within`: discount inside a turn; `gamma`: between
+    turns.
+    """
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -127,8 +130,10 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write (discounted return - shift) * scale to `out`; if `moments` is not empty, only the returns' `row_moments` there. `within`:
-    discount inside a turn, `gamma`: between turns."""
+    """Write (discounted return - shift) * scale to `out`.
+
+    If `moments` is not empty, write only the `row_moments` of the returns to it. `within`: discount inside a turn; `gamma`: between turns.
+    """
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]
@@ -157,7 +162,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Sum differences from one entry (`origin`), to stay precise under a large common offset."""
+    """Write a row's moments. Sums are over differences from one entry (`origin`), to stay precise under a large common offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Float32 rounding error: a weight closer than this to the ratio does not count as clipped."""
+"""Float32 rounding error: a weight counts as clipped only if it differs from the ratio by more than this."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -68,10 +68,12 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token or, in sequence-level losses, the sequence; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its range and has no gradient; in cispo and topr, which keep the gradient, the weight was raised to its
-    lower bound."""
+    """bool: the ratio is below its range, so the token has no gradient.
+
+    In cispo and topr, the token keeps its gradient and its weight was raised to the lower bound.
+    """
     clipped_high: torch.Tensor
-    """bool: as clipped_low, above the range; in cispo and topr, the weight was lowered to its upper bound."""
+    """bool: like clipped_low, for a ratio above its range. In cispo and topr, the weight was lowered to the upper bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -180,7 +182,7 @@ def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: 
 
 
 def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
-    """-weight * A * log-prob. `weight`: the detached, limited ratio. `limits` bool: tokens that may count as clipped."""
+    """Return the loss -weight * A * log-prob. `weight`: the detached, limited ratio. `limits` bool: tokens that may count as clipped."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
     return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
@@ -325,9 +327,11 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty
-    rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` (Dr. GRPO): a token weighs 1
-    / (rows * constant)."""
+    """Return the loss weight [B] of one policy token in each row.
+
+    `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty rows and rows with train_weight 0 have weight 0 and are not
+    counted; other train_weights multiply the weight. `constant` (Dr. GRPO): a token's weight is 1 / (rows * constant).
+    """
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -117,8 +117,10 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless that is 0. over=running first adds the
-    rewards to `running`. trains [N] bool: samples in the statistics; over=group uses all."""
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless it is 0.
+
+    With over=running, the rewards are first added to `running`. trains [N] bool: samples in the statistics; with over=group, all samples.
+    """
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -158,8 +160,11 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Training weights: those of the data times `function_weights` (user's function); 0 for truncated samples (if `truncated`), groups
-    whose mean score is outside `group_mean`, and responses whose number of policy tokens is outside `response_tokens`."""
+    """Return training weights: the data's weights times `function_weights` (user's function).
+
+    They are 0 for truncated samples (if `truncated`), groups whose mean score is outside `group_mean`, and responses whose number of policy
+    tokens is outside `response_tokens`.
+    """
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

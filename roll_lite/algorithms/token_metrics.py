@@ -13,7 +13,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
 
 BINS = 801
-"""Odd, so that the middle bin is centred at log-ratio 0."""
+"""Number of histogram bins; odd, so that the middle bin is centred at log-ratio 0."""
 
 FINE = 1e-3
 """Log-ratio up to which bins are about equally wide; beyond, widths grow with the log-ratio."""
@@ -25,7 +25,10 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """`tokens`: metric name -> values [B, T-1], 0 where masked. Return `<name>#<domain number>` -> sum in float64."""
+    """Sum each metric by domain.
+
+    `tokens`: metric name -> values [B, T-1], 0 where masked. Return `<name>#<domain number>` -> sum in float64.
+    """
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain

@@ -28,7 +28,9 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Weights when engines offload. with_copy: move to host memory. without_copy: discard, since the trainer sends them after every load."""
+"""Treatment of weights when engines offload. with_copy: move them to host memory. without_copy: discard them, since the trainer sends them
+after every load.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class PassArithmetic:
     rows: int
     """Samples on the fullest rank if all samples are equally long."""
     most_rows: int
-    """Maximum samples on a rank: each other rank got a single long one."""
+    """Maximum samples on a rank, reached if every other rank has a single long sample."""
     longest: int
     budget: int
     row_limit: int | None = None
@@ -105,7 +107,7 @@ class BatchArithmetic:
 
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
-    """Refused for an unresolved name such as `node0:3`."""
+    """Return the device numbers. Raise Refused for an unresolved name such as `node0:3`."""
     if isinstance(devices, int):
         return tuple(range(devices))
     if any(isinstance(one, str) for one in devices):
@@ -213,16 +215,19 @@ def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
-    """True if `size` ranks can split the attention heads evenly. Beyond one rank per key/value head, trainers split each head's `head_dim`;
-    engines copy the head: pass None."""
+    """True if `size` ranks can split the attention heads evenly.
+
+    With more ranks than key/value heads, trainers split each head's `head_dim`; engines copy the head (pass None).
+    """
     if heads % size or (key_value_heads % size and size % key_value_heads):
         return False
     return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Context parallelism cuts a micro-batch's tokens into two chunks per rank, sequence parallelism each chunk over the tensor-parallel
-    ranks."""
+    """Return the required divisor of a micro-batch's tokens: context parallelism cuts them into two chunks per rank, sequence parallelism
+    each chunk over the tensor-parallel ranks.
+    """
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
@@ -353,8 +358,9 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Give domains with the most samples per prompt as many prompts as possible: up to two more than their average unless this is a whole
-    number."""
+    """Return the samples of a batch in which domains with the most samples per prompt have as many prompts as possible: up to two more than
+    their average, unless it is a whole number.
+    """
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
     least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}

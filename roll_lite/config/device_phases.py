@@ -1,7 +1,7 @@
 """Tensors (weights, optimizer, KV cache, ...) that each role has on its devices in each phase.
 
-Before generation, engines load weights while the trainer's are loaded; the trainer sends and offloads its weights; then engines allocate
-the KV cache.
+Before generation, engines load weights while the trainer's weights are loaded. Then the trainer sends and offloads its weights, and engines
+allocate the KV cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Role -> its tensors on the device, in the order of loading; a role that waits for its devices does not delay later ones."""
+    """Role -> its tensors on the device, in the order of loading. A role that waits for its devices does not delay later roles."""
     in_turns: bool = False
     """True: roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True

@@ -15,7 +15,7 @@ DEEPEST = 50
 
 
 ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
-"""URL with a login. One slash suffices: converting a URL to a path drops the second."""
+"""Pattern of a URL with a login. One slash suffices, because converting a URL to a path drops the second."""
 LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
@@ -35,7 +35,7 @@ def secret_in_address(text: str) -> str | None:
 
 
 class _NoValue:
-    """Type of NO_VALUE: no value to show (None would be shown as null)."""
+    """Type of NO_VALUE, which stands for the absence of a value (None would be shown as null)."""
 
 
 NO_VALUE = _NoValue()
@@ -70,7 +70,7 @@ class Missing(Problem):
 
 
 class ConfigError(ValueError):
-    """`partial`: valid part of the configuration."""
+    """Mistakes in a configuration. `partial`: its valid part."""
 
     def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
@@ -85,7 +85,7 @@ def dotted(path: Path) -> str:
 
 
 def is_secret(path: str) -> bool:
-    """True if the name of the setting (of the list, for an item) marks a secret: key, token, ..."""
+    """True if the setting's name marks a secret (key, token, ...). For a list item, the list's name counts."""
     return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
 
 

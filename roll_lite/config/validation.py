@@ -33,7 +33,7 @@ NAMES_IN_OTHER_TRAINERS = {
 
 
 class _Invalid:
-    """Type of _INVALID, which stands for a refused value."""
+    """Type of _INVALID, which stands for an invalid value."""
 
 
 _INVALID = _Invalid()
@@ -44,7 +44,7 @@ def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tup
 
 
 def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
-    """Return the valid part and all problems. `broken`: paths with known problems, to skip."""
+    """Return the section's valid part and all problems. `broken`: paths with known problems, which are skipped."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
     assert isinstance(section, cls)
@@ -178,7 +178,7 @@ class _Walker:
 
 
 def value_at(section: Any, path: str) -> Any:
-    """Value at a path, for messages; NO_VALUE if missing, invalid, or a section."""
+    """Return the value at a path, for messages; NO_VALUE if it is missing, invalid, or a section."""
     for key in path.split("."):
         items = vars(section) if isinstance(section, Section) else section if isinstance(section, dict) else {}
         section = section[int(key)] if isinstance(section, list) and key.isdigit() else items.get(key, NO_VALUE)
@@ -188,7 +188,7 @@ def value_at(section: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """`variants`: section classes of the field, empty for a plain value. `container`: dict or list of them, if any."""
+    """Structure of a field's type. `variants`: its section classes, empty for a plain value. `container`: dict or list of them, if any."""
 
     variants: list[type[Section]]
     container: type[dict[Any, Any]] | type[list[Any]] | None = None
@@ -204,7 +204,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Return DOTTED_PATH if the class takes any dotted path."""
+    """Return the `name` that selects the class; DOTTED_PATH if the class takes any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -243,7 +243,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Sections allowed at a path, the default first."""
+    """Return the section classes allowed at a path, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))

@@ -68,7 +68,7 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return the Ray actor class, and Ray options for liveness calls (None: unwatched)."""
+    """Return the Ray actor class, and Ray options for liveness calls; None: no liveness calls."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -118,7 +118,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """RankFailed if all ranks are dead and none will be replaced."""
+        """Return the living ranks. Raise RankFailed if all are dead and none will be replaced."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left and not self.group.replaceable:

@@ -1,6 +1,6 @@
 """Batches whose per-token columns bypass the driver.
 
-Workers store per-token columns as blocks in Ray's object store. The driver holds the columns with one value per sample, and sends each
+Workers store these columns as blocks in Ray's object store. The driver holds the columns with one value per sample, and sends each
 data-parallel rank its rows and references to blocks.
 """
 
@@ -38,7 +38,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """`columns` must also have the sample numbers, `sample`."""
+    """Store per-token columns in Ray's object store. The column `sample` must hold sample numbers."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -92,8 +92,9 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """Column -> for each batch row, the object's index in `_refs` (NOWHERE: none has the column) and the row's position in that
-        object."""
+        """Column -> for each batch row, the index in `_refs` of the object with the column (NOWHERE: no object), and the row's position in
+        that object.
+        """
         self.add(blocks)
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """First failure of a cluster: a rank raised, died or timed out. The cluster's ranks are killed first (not by `pending.pause`)."""
+    """A rank of a cluster raised an exception, died or timed out. The cluster's ranks have been killed, except after `pending.pause`."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -63,7 +63,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Death of all members of a Fleet. `place`: the last to die."""
+    """All members of a Fleet are dead. `place`: the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -105,7 +105,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException, name: str = "") -> str:
-    """`name`: process name to prepend, except to a MemberLost."""
+    """Describe an error. `name`: process name to prepend, except to a MemberLost."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, MemberLost):
@@ -137,7 +137,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Return the last exception in the rank's log, skipping references to a "root cause above"."""
+    """Return the last exception in the rank's log that is not a reference to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

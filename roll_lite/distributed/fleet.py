@@ -70,8 +70,11 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """`serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it
-    ends the fleet. `down(error)` is called once, when no member is left or the fleet has ended by an exception."""
+    """Starts, watches and restarts members.
+
+    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
+    the fleet. `down(error)` is called once, when no member is left or an exception has ended the fleet.
+    """
 
     def __init__(
         self,

@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Clock of a process's silence. Each `look` adds the time since the last, at most `most_s`: a pause of the observer hardly counts."""
+    """Measures how long a process is silent.
+
+    Each `look` adds the time since the previous one, at most `most_s`, so that a pause of the observer hardly counts.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -37,8 +40,10 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy()`: ask nothing while
-        True."""
+        """`limit_s`: timeout of an answer.
+
+        `pause_s`: pause after an answer. `look_s`: poll interval. While `is_busy()` is True, no question is asked.
+        """
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -76,8 +81,9 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Advance `silent_s` (since the last answer) and `waited_s` (since the last question), at most by `most_s` (None: 2 * `look_s`):
-        pauses of this process hardly count."""
+        """Advance `silent_s` (since the last answer) and `waited_s` (since the last question), each by at most `most_s` (None: 2 *
+        `look_s`), so that pauses of this process hardly count.
+        """
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 
@@ -88,7 +94,10 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Describe a process stopped for longer than `limit_s`. Call every `look_s` seconds. `setting`: the limit's YAML path."""
+        """Describe a process stopped for longer than `limit_s`, if there is one.
+
+        Call every `look_s` seconds. `setting`: the limit's YAML path.
+        """
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:

@@ -24,7 +24,7 @@ from roll_lite.distributed.worker import Stand
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Maximum length of one `ray.wait`: Ctrl-C and timeouts are noticed in between."""
+"""Maximum length of one `ray.wait`. Between two, Ctrl-C and timeouts are noticed."""
 KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another reports a broken connection."""
@@ -80,7 +80,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Return the result if ready, else None. A rank's error is raised here, its death only by the next wait."""
+        """Return the result if ready, else None. A rank's error is raised here; a rank's death is raised only by the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -99,7 +99,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the monotonic time. The cluster's limit is the default, except inside a phase with its own limit."""
+        """Return the monotonic time at which waiting ends. Outside phases with their own limit, the cluster's limit is the default."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
@@ -115,8 +115,10 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 
 
 def raise_all_dead(group: RankGroup) -> NoReturn:
-    """Raise the failure of the cluster's supervisor, which names the cause, if it dies within BLAME_SECONDS; else of the cluster, whose
-    independent ranks are all dead."""
+    """Raise the failure of a cluster whose ranks are all dead.
+
+    If the process that managed them dies within BLAME_SECONDS, raise its failure instead, since it names the cause.
+    """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -151,8 +153,10 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, in a loop that waits for the event `waits_for`. RankFailed if a rank fails, or of `rank` if the phase times
-    out."""
+    """Sleep half a second, in a loop that waits for the event `waits_for`.
+
+    Raise RankFailed if any rank fails; if the phase times out, blame `rank`.
+    """
     WATCHDOG.check()
     limit = WATCHDOG.nearest
     if limit is not None and time.monotonic() >= limit.deadline:
@@ -195,7 +199,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """Raise the failure of the rank at fault: of a dead one first, since a broken collective may only be a consequence."""
+    """Raise the failure of the rank at fault. Dead ranks come first, since a broken collective may only be a consequence of a death."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -218,7 +222,7 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if it ended because its Fleet's members are all dead, of the last of them."""
+    """Raise the failure of a dead rank or, if all members of its Fleet died and so ended it, of the last member to die."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -266,8 +270,10 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the first rank without an answer, else one that others wait for and that waits for none: of two ranks in a process group, the
-    one that has begun more collectives waits for the other."""
+    """Return the first rank without an answer; else a rank that others wait for and that waits for none.
+
+    Of two ranks in a process group, the one that has begun more collectives waits for the other.
+    """
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}
@@ -300,7 +306,7 @@ def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
 
 
 def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
-    """Return stack traces of the first MOST_STACKS ranks, by SIGUSR1 if they have not answered."""
+    """Return stack traces of the first MOST_STACKS ranks. Ranks without an answer write theirs on SIGUSR1."""
     if not group.deaths:
         return ""
     text = ""

@@ -81,7 +81,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""A process counts as stopped after STOPPED_LOOKS polls in a row: some poll finds a merely slow one running."""
+"""A process counts as stopped after STOPPED_LOOKS polls in a row; one that is only slow is found running in some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 
 
@@ -136,7 +136,7 @@ class ActorMember(ABC):
         return f"{self.name}{where}: {cause}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process, if on this node, is stopped (SIGSTOP): busy members are not asked for answers."""
+        """Wait until the process, if on this node, is stopped (SIGSTOP). Needed because busy members are not asked for answers."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -30,7 +30,7 @@ NODE_SHARE = 0.001
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""Time limit for reserving devices on the chosen nodes, which another job may have taken: then choose again."""
+"""Time limit for reserving devices on the chosen nodes. Another job may have taken these devices; then nodes are chosen again."""
 ANSWER_SECONDS = 1.0
 USABLE_SHARE = 0.9
 
@@ -46,7 +46,7 @@ class Slot:
     """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """Placement group of a worker that waits for free devices."""
+    """Placement group of a worker that starts once devices become free; else None."""
     own_gpus: int = 0
 
 
@@ -213,8 +213,10 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers. `room`: (Ray
-    node, its free devices); `wanted`: node number -> devices."""
+    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers.
+
+    `room`: (Ray node, its free devices). `wanted`: node number -> number of devices.
+    """
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -235,7 +237,10 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve a bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: each device's, if fixed."""
+    """Reserve one bundle per device; return None after `timeout_s`.
+
+    `size`: GPUs or cores per bundle. `nodes`: node of each device; empty: Ray chooses.
+    """
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):

@@ -1,4 +1,4 @@
-"""Ranks of one cluster (RankGroup), and the watch for dead and silent ranks (WATCH)."""
+"""Ranks of one cluster (RankGroup), and the check for dead and silent ranks of all clusters (WATCH)."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KILL_SECONDS = 30.0
 class Pulse:
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.place: Place | None = None
-        """None before the first call to the cluster."""
+        """Node and process of the rank; None before the first call to its cluster."""
         self._ask = ask
         self._question: ray.ObjectRef | None = None
         self._next = 0.0
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Ask the rank if a question is due, or check for its answer. Return how long the open question has waited (0: none is open)."""
+        """Ask the rank for a sign of life if due, or check for its answer. Return how long an open question has waited; else 0."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -49,8 +49,10 @@ class Pulse:
 
 
 class RankGroup:
-    """Ranks of one cluster. If one dies, all are killed, unless they `live_alone`. `watch`: Ray options for liveness calls; None:
-    unwatched."""
+    """Ranks of one cluster.
+
+    If one dies, all are killed, unless they `live_alone`. `watch`: Ray options for liveness calls; None: no liveness calls.
+    """
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak: dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak references: dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
         """Groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}

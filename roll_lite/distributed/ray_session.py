@@ -50,7 +50,7 @@ LONGEST_BASE = 40
 """Maximum length of the temporary folder's path. Ray appends up to 64 characters; a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Keep Ray from printing errors of calls without a waiter, such as a replaced engine's."""
+"""Keep Ray from printing errors of calls whose result is not awaited, such as calls to a replaced engine."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -114,8 +114,10 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """Return False if the cluster accepts callers without a token: a driver with a token would then lose its actors. True if it does not or
-    gives no answer."""
+    """Return False if the cluster accepts callers without a token: a driver with a token would then lose its actors.
+
+    Return True if the cluster refuses them or does not answer.
+    """
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -154,8 +156,10 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only one on this machine, without runs' private
-    ones."""
+    """Return the address for `auto`: of the cluster that `ray start` recorded, otherwise of the only cluster on this machine.
+
+    Private clusters of runs do not count.
+    """
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -235,7 +239,10 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap dead processes inherited from killed workers. `own`: this process's children right after Ray's start, which other code reaps."""
+    """Reap dead processes inherited from killed workers.
+
+    `own`: children of this process right after Ray's start; other code reaps these.
+    """
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -277,7 +284,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block. Keep Ray from printing its servers' reports: the run reports deaths itself."""
+    """Limit the time of ray.init in the block. Keep Ray from printing reports of its servers' deaths, which the run reports itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
@@ -293,8 +300,10 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver. On a
-    cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
+    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver.
+
+    On a cluster started elsewhere, no process has the mark, and the guard only records a killed driver's death.
+    """
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

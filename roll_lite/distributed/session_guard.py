@@ -1,7 +1,7 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-Some processes that Ray starts outlive the driver. The guard kills all with the session's mark (an id) in their environment, or with open
-files of the session. A second guard runs in case one is killed with the driver. Every Ray worker imports this file: standard library only.
+It kills all processes with the session's mark (an id) in their environment, or with open files of the session. A second guard runs in case
+the first is killed with the driver. Every Ray worker imports this file, so it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD. Ray 2.60 with its subreaper ignores it, so that subprocess reports exit code 0 for every
-    child. Adopted orphans then stay zombies."""
+    """Restore the default handling of SIGCHLD.
+
+    With its subreaper, Ray 2.60 ignores SIGCHLD, and subprocess then reports exit code 0 for every child. Adopted orphans stay zombies
+    under the default handling.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of this user's processes with the session's mark in their environment, and of Ray's workers with open files in its
-    folder, whose process title may have overwritten their environment."""
+    """Return the pids of this user's processes that belong to the session.
+
+    They have its mark in their environment; Ray's workers, whose process title may have overwritten the environment, have open files in its
+    folder.
+    """
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -76,8 +82,10 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Return False if the driver died, True if it reported its end or the session is cleaned up. Meanwhile, replace the other guard if it
-    dies."""
+    """Return False if the driver died, True if it reported its end or the session is cleaned up.
+
+    While waiting, replace the other guard if it dies.
+    """
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

@@ -1,6 +1,8 @@
-"""Watchdog of the driver: time limits of phases, and a thread that watches the main thread. The main thread notices a passed limit or a
-lost Ray session while it waits in pending.py; if it is stuck in a call into Ray, the watchdog thread records the run's end and kills the
-process."""
+"""Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
+
+While it waits in pending.py, the main thread itself notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the
+watchdog thread records the run's end and kills the process.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,11 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Minimum time for saving after a SIGTERM."""
+"""Time granted for saving after a SIGTERM, even if less of checkpoint.on_sigterm_s is left."""
 
 
 class Preempted(BaseException):
-    """Raised after a SIGTERM: the run saves its state and ends."""
+    """A SIGTERM arrived: the run saves its state and ends."""
 
 
 class Watchdog:
@@ -55,7 +57,7 @@ class Watchdog:
         self._told = False
         self.silence_s: float | None = None
         self.preempted_at: float | None = None
-        """Monotonic time of a SIGTERM, which the next wait raises as Preempted."""
+        """Monotonic time of a SIGTERM. The next wait then raises Preempted."""
         self._keeps_on = False
 
     # ------------------------------------------------------------ limits
@@ -87,7 +89,7 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """Called by every wait of the main thread. SessionLost or Preempted, if due."""
+        """Raise SessionLost or Preempted, if due. Every wait of the main thread calls this."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)

@@ -1,4 +1,4 @@
-"""Base classes of workers. torch is imported only when needed, since that takes seconds."""
+"""Base classes of workers. torch is imported only when needed, since its import takes seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Stand(NamedTuple):
     """Collectives that a process has begun, and its threads' stack traces."""
 
     begun: Mapping[str, int]
-    """Process group -> number of the last."""
+    """Process group -> number of the last collective begun."""
     unfinished: Sequence[str]
     stacks: str
 
@@ -56,14 +56,16 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Synchronous methods, which run one at a time, not on the main thread. A worker that needs the main thread sets `watched = False`; its
-    death is then noticed only at the next call."""
+    """Base of workers with synchronous methods, which run one at a time, not on the main thread.
+
+    A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
+    """
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
     """True if a `Fleet` handles a worker's death."""
     max_restarts: ClassVar[int] = 0
-    """Maximum restarts by Ray; -1: unlimited. Allowed only with `watched = False`. The caller must then initialize the worker again."""
+    """Maximum restarts by Ray; -1: unlimited. Needs `watched = False`. The caller must initialize a restarted worker again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
@@ -102,7 +104,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """None: each rank is a data-parallel rank."""
+        """Return the rank's layout; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
@@ -112,7 +114,7 @@ class Worker:
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Node and pid; also the heartbeat."""
+        """Return node and pid. Also used as the heartbeat."""
         return Place.here()
 
     def stand(self) -> Stand:
@@ -173,7 +175,7 @@ def use_interface_of(host: str) -> None:
 
 
 def freeze_heap() -> None:
-    """Exclude existing objects from garbage collection: with an engine loaded, a full collection takes 0.25 s."""
+    """Exclude existing objects from garbage collection. With an engine loaded, a full collection takes 0.25 s."""
     gc.collect()
     gc.freeze()
 
@@ -196,8 +198,10 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones: GPU collectives
-    are launched early and need not block the process."""
+    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones.
+
+    These are needed because GPU collectives are launched early and do not block the process.
+    """
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
         for entry in _recorded_collectives():
@@ -210,7 +214,7 @@ def begun_collectives() -> tuple[dict[str, int], list[str]]:
 
 
 def _recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Read torch's flight recorder, which is on by default, without sends and receives, whose state is not kept up to date."""
+    """Read torch's flight recorder, which is on by default. Sends and receives are omitted, since their state is not kept up to date."""
     recorder = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         entries = json.loads(getattr(recorder, name)(True, False)).get("entries", []) if hasattr(recorder, name) else []
@@ -218,7 +222,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Stack traces, without Ray's and idle threads."""
+    """Return stack traces, without Ray's and idle threads."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

@@ -35,7 +35,7 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """None for dense models, or if the name of its field in config.json is unknown."""
+    """Number of experts; None for dense models, and if the name of this field in config.json is unknown."""
     expert_feed_forward: int | None = None
 
 
@@ -126,14 +126,14 @@ class HfConfig:
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 
     def _used_feed_forward(self, layer: int) -> int:
-        """Sum over the token's experts."""
+        """Feed-forward size that a token uses, summed over its experts."""
         if self.experts is None or not self.experts.layers[layer]:
             return self.feed_forward
         return self.experts.per_token * self.experts.feed_forward
 
 
 def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
-    """ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
+    """Raise ValueError if the checkpoint is of another model or precision. Checkpoints without model.json are accepted."""
     if kind_of(checkpoint / MODEL_FILE) is None:
         return
     held = read_object(checkpoint / MODEL_FILE)

@@ -1,5 +1,8 @@
-"""Check the fields of config.json. Unknown fields are refused: they might change the model. A field is ignored only if engines, which read
-more fields than transformers (vLLM: is_causal, layer_types), ignore it too."""
+"""Check the fields of config.json.
+
+Unknown fields are refused, because they might change the model. Engines read more fields than transformers (vLLM: is_causal, layer_types);
+a field is ignored only if engines ignore it too.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ _ROPE_FIELDS = {
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
-    """`heads`: allowed endings of the architecture's class name."""
+    """Yield a message per unsupported field. `heads`: allowed endings of the architecture's class name."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]

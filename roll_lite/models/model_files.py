@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """ValueError for broken or missing files."""
+    """Locate a model's tensors from its safetensors headers. Raise ValueError for broken or missing files."""
     index = folder / "model.safetensors.index.json"
     if kind_of(index) is None:
         if kind_of(folder / "model.safetensors") is None:
@@ -142,7 +142,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Search for NaN and infinity in the first 4 KiB of up to 500 tensors."""
+    """Look for NaN and infinity in the first 4 KiB of up to 500 tensors."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -156,7 +156,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """`by`: source of the wanted shape."""
+    """Return a message if dtype or shape is wrong. `by`: source of the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -263,8 +263,10 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generatio
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Return a message if the EOS or padding token is outside the vocabulary. Without `vocab_size`, only read the files; ValueError if one
-    is broken."""
+    """Return a message if the EOS or padding token is outside the vocabulary.
+
+    Without `vocab_size`, only read the files. Raise ValueError if a file is broken.
+    """
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():

@@ -50,7 +50,7 @@ class Architecture:
         return hf.hidden * (2 * hf.heads * hf.head_dim + keys) + (hf.heads * hf.head_dim + keys if hf.qkv_bias else 0)
 
     def _feed_forward(self, layer: int, expert_parallel: int | None = None) -> int:
-        """Parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
+        """Number of feed-forward parameters of a layer that a token uses or, with expert_parallel, that a rank holds."""
         hf = self.hf
         if not hf.experts or not hf.has_experts(layer):
             return 3 * hf.hidden * hf.feed_forward
@@ -58,8 +58,10 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Read config.json in folder `named` (option --model) or, without it, `path`; else choose the public model whose name begins the
-    folder's name or, if no path is set, the configuration's."""
+    """Read config.json in folder `named` (option --model) or, without it, in `path`.
+
+    If there is none, choose the public model whose name begins the folder's name or, if no path is set, the configuration's.
+    """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
         return Architecture(str(folder), read_config(folder), read_hf_config(folder))

@@ -161,7 +161,7 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
-    """Simulate the configured `rollout.supply` and, unless engines and trainer share devices, the others."""
+    """Simulate the configured `rollout.supply`. Unless engines and trainer share devices, also simulate the other values."""
     rollouts = [
         scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
         for one in SUPPLIES

@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
-Failed samples do not train. Only the reference answer, a service or the machine may cause a failure; a bad response gets a low score:
-otherwise the policy could learn to have wrong responses left out.
+Samples that fail do not train. A sample may fail only because of the reference answer, a service or the machine. A bad response gets a low
+score instead: otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused. A harmless response is scored instead: if that succeeds, the suspected one gets the lowest
-    score; otherwise the sample fails."""
+    """Failure that the response may have caused.
+
+    A harmless response is then scored: if that succeeds, the suspected response gets the lowest score; otherwise the sample fails.
+    """
 
 
 class RewardType(Section):
@@ -49,7 +51,7 @@ class RewardType(Section):
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer first: scoring an empty response then checks cheaply that it is readable."""
+    """True if the reward parses the reference answer first. Scoring an empty response is then a cheap check that the answer is readable."""
     answers_are_responses: ClassVar[bool] = True
     """False if a reference answer cannot be scored as a response, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
@@ -79,7 +81,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return argument -> data columns."""
+        """Return the data columns that the reward reads, by the argument that names them."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -96,7 +98,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer in the form that `extract` requires. None if it is neither text nor number."""
+    """Write the answer in the form that `extract` requires. Return None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -114,7 +116,7 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run `score` or `scores` of a sync function without an event loop: they never suspend."""
+        """Run `score` or `scores` of a sync function. No event loop is needed, because they never suspend."""
         try:
             scoring.send(None)
         except StopIteration as end:
@@ -135,7 +137,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call. RewardFailed: the whole call failed, score each sample alone."""
+        """Score a list in one call. If the whole call fails, raise RewardFailed; each sample should then be scored alone."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
@@ -203,7 +205,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
+    """Convert a number, bool, Score or dict of its fields to a Score. Raise RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

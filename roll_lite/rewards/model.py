@@ -32,11 +32,11 @@ def _is_template(template: str) -> str:
 
 
 class ModelReward(RewardType):
-    """Score by a sequence-classification model: the output of the model in `reward_models.<model>`.
+    """Score by the sequence-classification model `reward_models.<model>`. If the text is longer than the model's max_length, the score is
+    0. If the model's outputs may be negative, use `scale: sigmoid`; otherwise a bad response may score below one that is too long.
 
-    A response that makes the text longer than the model's max_length scores 0. With `scale: none`, bad responses may score below 0: use
-    sigmoid if outputs may be negative. A dead process of the model is restarted (with Megatron: all processes). The samples that it was
-    scoring fail and are retried (`retries`); other replicas keep serving. While no replica runs, samples wait and `timeout_s` is paused.
+    If a process of the model dies, it is restarted (with Megatron: all processes). The samples that it was scoring fail and are retried
+    (`retries`); other replicas keep serving. While no replica runs, samples wait and `timeout_s` is paused.
 
     ```yaml
     reward_models:
@@ -59,8 +59,10 @@ class ModelReward(RewardType):
     {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a data column.
     `chat` applies the reward model's chat template to `question` (user) and the response (assistant)."""
     question: Annotated[str, AfterValidator(_is_text)] = QUESTION
-    """User's message for `template: chat`, with the same placeholders. If it is only a placeholder whose value is a list of chat messages,
-    these messages are used as they are and the response follows them."""
+    """User message for `template: chat`, with the placeholders of `template`.
+
+    If it is a single placeholder and its value is a list of chat messages, the model reads these messages and then the response.
+    """
     scale: Literal["none", "sigmoid"] = "none"
     """none: the score is the model's output. sigmoid: its sigmoid, between 0 and 1."""
     threshold: float = 0.0

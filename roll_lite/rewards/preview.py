@@ -76,7 +76,7 @@ class References:
     total: int
     unreadable: dict[int, str]
     read: int
-    """Less than `total` if the time ran out."""
+    """Number of references read; less than `total` if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -139,8 +139,10 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Choose (prompt, response, finish reason) to score. The whole split is loaded if responses come from a file or all reference answers
-    are checked; otherwise only `look.limit` prompts."""
+    """Choose (prompt, response, finish reason) to score.
+
+    If responses come from a file or all reference answers are checked, load the whole split; otherwise only `look.limit` prompts.
+    """
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
     if look.responses is not None:

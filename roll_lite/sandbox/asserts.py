@@ -27,7 +27,7 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests. The tests get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
@@ -50,7 +50,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For a function or class, abort the test and run it again in the program's process."""
+        """Return a method of a Solution object. For a function or class, abort the test, which then runs again in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -187,7 +187,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Recreate the program's exception, as the first class of its MRO that exists here."""
+    """Recreate the program's exception, as the first class of its MRO that exists in this process."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -207,7 +207,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Return the failure, or "". `inside`: run with guards, in the program's process."""
+    """Run a test and return its failure, or "". `inside`: run with guards, in the program's process."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__

@@ -44,14 +44,17 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return names that these tests might patch: attributes they assign, and all string constants (for `setattr`)."""
+    """Return names that these tests might patch: names of attributes that they assign, and all string constants (for `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`: they count even if the program catches them."""
+    """Parse the tests and insert guard functions.
+
+    Failed asserts are appended to `failed`, so that they count even if the program catches them.
+    """
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -103,7 +106,7 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__seen__", node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Record a failed assert before it raises: the program may catch the exception."""
+        """Record a failed assert before it raises, because the program may catch the exception."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -111,7 +114,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Fail the test if the `with` block did not run to its end: a context manager of the program can suppress a failed assertion."""
+        """Fail the test if the `with` block did not run to its end, since a context manager of the program can suppress a failed assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -143,7 +146,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generators instead of three builtins: a StopIteration from the program is then an error, not the end of a loop."""
+"""Generators that replace three builtins. A StopIteration from the program is then an error instead of the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -152,8 +155,11 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
-    attributes are, whatever `__eq__` says."""
+    """Wrap unittest's assert methods.
+
+    A failure then counts even if the program catches it, and objects of the program are equal only if their attributes are, whatever
+    `__eq__` says.
+    """
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,8 +216,10 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods of the program's classes, while a test runs: an object that equals everything would pass `assert f(x)
-    == 5`."""
+    """Guards around operator methods of the program's classes, while a test runs.
+
+    Without them, an object that equals everything would pass `assert f(x) == 5`.
+    """
 
     tests: Any = None
     failed: ClassVar[list[str]] = []
@@ -243,7 +251,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes, which may be new. Return the value."""
+    """Guard the operators of a value's class and of its items' classes, and return the value. These classes may be new."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -256,14 +264,19 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard a value that a test reads from a variable or by subscript. Values of classes loaded before the program are skipped, even
-    containers: `guard_value` has guarded their items."""
+    """Guard a value that a test reads from a variable or by subscript.
+
+    Values whose class was loaded before the program are skipped; of containers, `guard_value` has already guarded the items.
+    """
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract for a test's `abs(a - b)`. If only one value is the program's object, convert it to plain data first: its `__sub__` would
-    see the expected value and could fake the result."""
+    """Subtract, in place of `a - b` in a test's `abs(a - b)`.
+
+    If only one value is the program's object, first convert both to plain data: the object's `__sub__` would see the expected value and
+    could fake the result.
+    """
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
@@ -333,7 +346,7 @@ def _is_of_objects(value: Any) -> bool:
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """True if the test applies an operator, not the program. `frame`: caller of the operator's method."""
+    """True if the test, not the program, applies an operator. `frame`: caller of the operator's method."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -358,12 +371,12 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__`)."""
+    """True if an operator is neither a Python function nor a C method of the same name, as in `__sub__ = float.__mul__`."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """True if comparing the value or its items would call an operator of the program; guards those operators."""
+    """True if comparing the value or its items would call an operator of the program. These operators are guarded."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

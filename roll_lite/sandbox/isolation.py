@@ -1,5 +1,7 @@
-"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp. The preloaded interpreter (zygote.py)
-is isolated once, each program that it forks further."""
+"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
+
+The preloaded interpreter (zygote.py) is isolated once; each program that it forks is isolated further.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Base of sandboxes' user ids. Each adds its process id: its processes can be counted and signalled separately."""
+"""Base of sandboxes' user ids. A sandbox adds its process id, so that its processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
 """Ratio of address space to memory limit: programs reserve more than they use."""
@@ -47,7 +49,10 @@ TRIAL = {
 
 @dataclass
 class Isolation:
-    """`held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing ones."""
+    """Protections of this process.
+
+    `held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing ones.
+    """
 
     kind: str
     held: dict[str, str]
@@ -78,7 +83,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Say why a change to this process fails; empty if it works. A child process tries it: it cannot be undone."""
+    """Say why a change to this process fails; empty if it works. A child process tries the change, because it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -127,8 +132,11 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become NOBODY in a new user namespace. False if user namespaces are impossible: programs must then start under another user id.
-    PermissionError if that is not allowed either."""
+    """Become NOBODY in a new user namespace.
+
+    Return False if user namespaces are impossible: programs must then start under another user id. Raise PermissionError if that is not
+    allowed either.
+    """
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -239,8 +247,10 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return (readable paths, folders that may only be listed). The latter contain hidden paths: landlock cannot hide anything below a
-    readable folder."""
+    """Return (readable paths, folders that may only be listed).
+
+    These folders contain hidden paths: landlock cannot hide anything below a readable folder.
+    """
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110

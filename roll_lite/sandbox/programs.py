@@ -104,7 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replace `resource.setrlimit`. Contest programs often try to raise limits: a refused attempt is ignored."""
+    """Replacement of `resource.setrlimit`. Contest programs often try to raise limits; refused attempts are ignored."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -142,7 +142,7 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function several times, each in a child process: calls do not affect each other."""
+    """Call one function several times, each in a child process, so that calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
@@ -190,7 +190,10 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules imported by either are loaded first: later, the program could replace them."""
+    """Run the program, then answer the tests' calls.
+
+    Modules that either imports are loaded first, because the program could replace them later.
+    """
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
@@ -214,8 +217,10 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code from the socket PEER, in its namespace and each with a time limit. Standard output then holds
-    only this piece's output, and one byte goes to PEER: 1 if it failed, else 0."""
+    """Run the program, then pieces of code from the socket PEER in its namespace, each with a time limit.
+
+    After each piece, standard output holds only its output, and PEER gets one byte: 1 if the piece failed, else 0.
+    """
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     show_traceback = importlib.import_module("code").InteractiveInterpreter().showtraceback  # omits the frame of this function

@@ -27,7 +27,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
+        """CPU seconds at the last sample, by (pid, start time). For a child that its parent never waits for, this is the only record."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
@@ -94,8 +94,11 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit, which with namespaces the kernel enforces. Measured only if free disk space has
-        changed by more than a quarter of the limit; even a rise, as others' deletions can hide writes."""
+        """True if the program's folder exceeds a limit (with namespaces, the kernel enforces it).
+
+        Measured only if free disk space has changed by more than a quarter of the limit. A rise counts too, as deletions by others can hide
+        writes.
+        """
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -141,8 +144,10 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec: its stack starts at this interpreter's address or, if addresses are hidden, the flag "forked, no
-        exec" is set."""
+        """True for a fork without exec.
+
+        Its stack starts at this interpreter's address or, if addresses are hidden, the flag "forked, no exec" is set.
+        """
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
@@ -173,7 +178,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path, relative to /proc/PID, of a living thread if the main one has ended: /proc/PID itself then shows no memory."""
+    """Path, relative to /proc/PID, of a living thread if the main thread has ended, since /proc/PID then shows no memory."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -38,7 +38,10 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and on average between later ones. Intervals are random: programs cannot hide between samples."""
+"""Seconds until the first usage sample, and mean seconds between later ones.
+
+Intervals are random, so that programs cannot hide between samples.
+"""
 DISK_LOOK_S = 0.002
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
@@ -102,7 +105,7 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
 
 class Zygote:
     def __init__(self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None) -> None:
-        """`folder`: parent of the programs' folders; "" with namespaces."""
+        """`folder`: parent of the programs' folders; "" if namespaces are used."""
         self._line = line
         self._isolation = isolation
         self._readable = readable
@@ -240,7 +243,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """None if the program's folder is full."""
+        """Wait for events. Return None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):
@@ -255,7 +258,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Descendants of this process, including orphans, which it inherits as a subreaper."""
+    """Return this process's descendants, including orphans, which it inherits as a subreaper."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -263,7 +266,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process: a child belongs to the thread that forked it."""
+    """Return the children of all threads of a process, because a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

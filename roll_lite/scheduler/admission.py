@@ -13,7 +13,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts by the domains' shares, within the limits of staleness and of engine and reward queues."""
+    """Starts prompts by the domains' shares, limited by staleness and by the queues of engines and rewards."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Return True if no domain remains."""
+        """Remove domains without further prompts from the plan. Return True if none remains."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
@@ -110,7 +110,7 @@ class Admission:
     # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """Return how many samples each domain may start for later batches: at most one batch may wait for scores."""
+        """Return how many samples each domain may start for later batches. The limit is one batch of samples that wait for scores."""
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
         groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}

@@ -34,7 +34,7 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """`most_requests`, `most_tokens`: limits per engine; None: unlimited."""
+    """Chooses engines and keeps their loads. `most_requests`, `most_tokens`: limits per engine; None: unlimited."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
@@ -79,8 +79,11 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Return (engine, load of the request in tokens); None if all are full. `prefix`: key of the first `shared_tokens` prompt tokens,
-        which an engine may have cached; `own_tokens`: remaining prompt plus expected response."""
+        """Return (engine, load of the request in tokens); None if all engines are full.
+
+        `prefix`: key of the first `shared_tokens` prompt tokens, which an engine may have cached. `own_tokens`: remaining prompt tokens
+        plus expected response tokens.
+        """
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless its extra load exceeds the cost of a prefill elsewhere.
@@ -114,7 +117,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """`done`: tokens finished since the request's last report; `grown`: change of its expected length."""
+        """Record progress. `done`: tokens finished since the request's last report. `grown`: change of its expected length."""
         was_full = not self._has_room(engine)
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)

@@ -19,10 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Limit of groups lost in a row (all samples failed), or 3 times the prompts per batch if that is more: then the run fails."""
+"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the prompts per batch if that is more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Limit of the lost fraction of the latest groups, over LONG_WINDOW_FACTOR times as many: beyond it, the run fails."""
+"""The run fails if more than this fraction of the latest groups (LONG_WINDOW_FACTOR times the limit above) is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -66,9 +66,9 @@ class Domain:
 class _PromptToStart:
     row: tuple[int, int]
     group: int | None = None
-    """Number of the prompt's group in the resumed checkpoint."""
+    """Group number that the prompt had in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Batches requested before `group` was admitted: continued samples' staleness counts from here."""
+    """Batches that training had requested when `group` was admitted; the staleness of continued samples is measured from there."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Batches requested before the group started; staleness counts from here."""
+    """Batches that training had requested when the group was admitted. Staleness is measured from this number."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -88,8 +88,10 @@ class _Live:
 
 
 class DomainScheduler:
-    """Runs the groups of one domain. Calls `changed` for each group that ends, `broken` for fatal errors, `left_out` for lost and filtered
-    groups."""
+    """Runs the groups of one domain.
+
+    Calls `changed` when a group ends, `broken` on a fatal error, and `left_out` for a lost or filtered group.
+    """
 
     def __init__(
         self,
@@ -118,12 +120,12 @@ class DomainScheduler:
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
-        """Cause of each latest group's loss; None if not lost. Stale groups are left out."""
+        """Loss cause of each recent group, None if not lost; stale groups are not recorded."""
         self._given_up = 0
         """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of the running group that the batch waits for: it would be too old for the next batch."""
+        """Number of the running group for which the batch waits, because the group would be too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -159,7 +161,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, batches_requested: int) -> bool:
-        """Return False if no prompt is left."""
+        """Start the next prompt. Return False if no prompt is left."""
         self._tries_left += self._further_tries
         return self._start(batches_requested)
 
@@ -258,8 +260,11 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return the batch's `count` groups in order of admission; None if not ready. The batch waits for a running group admitted before
-        `minimum_admission_batch`, too old for the next batch: dropping slow groups would favour short responses."""
+        """Return the batch's `count` groups in order of admission; None if they are not ready.
+
+        The batch waits for running groups admitted before `minimum_admission_batch`, which are too old for the next batch: dropping slow
+        groups would favour short responses.
+        """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
         if len(self._finished) < count and (self._running or self.owed):
@@ -338,8 +343,10 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups again. A group continues from its `saved` samples, unless admitted before
-        `minimum_admission_batch`; else it starts from the prompt."""
+        """Restore the state and queue undelivered groups again.
+
+        A group continues from its `saved` samples if admitted at `minimum_admission_batch` or later; otherwise it starts from the prompt.
+        """
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -378,7 +385,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Mark accepted samples, except the greedy baseline."""
+    """Mark a group's accepted samples, except the greedy baseline."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

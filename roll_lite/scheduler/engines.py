@@ -36,7 +36,7 @@ class Asked:
         """Pieces of the response, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
-        """Called at the start and every few seconds."""
+        """Take the number of tokens so far, at the start and every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -45,7 +45,7 @@ class EngineClient(Protocol):
     def send(self, asked: Asked) -> None: ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with the tokens they have, without waiting."""
+        """End requests without waiting. Their responses keep the tokens generated so far."""
         ...
 
 
@@ -71,7 +71,7 @@ def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """`frozen_admission`: pause the engine until it has all requests of a batch."""
+    """Batches calls to an engine. `frozen_admission`: pause the engine until it has all requests of a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -90,8 +90,10 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Concatenate all tokens of a request: earlier turns, prompt, response pieces `parts`. ConnectionError if a process that held some
-        is gone."""
+        """Concatenate all tokens of a request: earlier turns, prompt and response pieces (`parts`).
+
+        Raises ConnectionError if a process that held some tokens is gone.
+        """
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -194,6 +196,6 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the engines on draining nodes, without one of them if no other serves. `nodes`: node of each serving engine."""
+    """Return the engines on draining nodes. If no engine runs elsewhere, one of them is kept. `nodes`: node of each serving engine."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

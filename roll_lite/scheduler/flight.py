@@ -16,9 +16,9 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Maximum-length responses that start a length estimate: short ones finish first and would bias it."""
+"""Number of maximum-length responses that start an estimate: short responses finish first and would bias it."""
 RESPONSES_REMEMBERED = 512
-"""Latest lengths in an estimate: lengths drift during training."""
+"""Number of latest lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
 """Lengths are sorted again once 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
@@ -29,14 +29,14 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""Lost engines after which a request is given up as their possible cause."""
+"""Lost engines after which a request is given up, since it may have killed them."""
 
 
 class RequestFailed(Exception):
     """Failure of one generation request; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """`partial`: response so far. `began`: generation may have started. `final`: no further attempt."""
+        """`partial`: response so far. `began`: generation may have started. `final`: no retry."""
         super().__init__(cause)
         self.cause = cause
         self.final = final
@@ -46,7 +46,7 @@ class RequestFailed(Exception):
 
 
 class ExpectedLength:
-    """Estimate from a domain's latest response lengths and one of maximum length `most`."""
+    """Expected response length, estimated from the domain's latest lengths and the maximum length `most`."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -144,7 +144,7 @@ class Flight(Asked):
         self.timed_out = False
         group = intern("/".join(first.request_id.split("/", 4)[:4]))
         self.prefix = self.sample if first.context is not None else first.request_id if TURN in first.request_id else group
-        """Key of the shared token prefix: the sample's earlier turns if any, else an agent's own prompt or the group's."""
+        """Key of the shared token prefix: the sample's earlier turns, if any; otherwise the agent's own prompt or the group's prompt."""
         self._timeout_s, self._choice, self._clock = timeout_s, choice, clock
         self._loop = asyncio.get_running_loop()
         self._generating_s = 0.0
@@ -214,7 +214,10 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress since the request reached its engine. `done`: decrease of remaining load. `grown`: change of expected length."""
+        """Report progress since the request reached its engine.
+
+        `done`: decrease of the remaining load. `grown`: change of the expected length.
+        """
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -228,8 +231,11 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its timeout is up, else check again later. Once its engine generates for it, all its generation time counts,
-        on earlier engines too; before, the time in which the engine has generated for no request."""
+        """Abort the request if its timeout is up; otherwise check again later.
+
+        After the engine has started the request, all its generation time counts, on earlier engines too. Before, only time in which the
+        engine generates nothing counts.
+        """
         now = self._clock.time()
         if self.begun:
             used = self._generating_s + now - self._since

@@ -7,7 +7,7 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
-"""Ends of groups. The prompt of a stale or dropped group starts again."""
+"""Ways in which a group ends. Prompts of stale and dropped groups are started again."""
 LONGEST_CAUSE = 200
 
 
@@ -21,8 +21,10 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """`row`: (epoch, prompt). `batches_requested`: before the group started. `continues`: number of the dropped group with the same
-    prompt."""
+    """Return the line of a group that ended.
+
+    `row`: (epoch, prompt). `batches_requested`: when the group was admitted. `continues`: number of the dropped group with the same prompt.
+    """
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

@@ -14,7 +14,7 @@ from roll_lite.data.prompts import SAME_DATA, PromptOrder
 
 
 class DomainMix:
-    """Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
+    """Divides groups by shares with Tijdeman's rule: after n groups, a domain's count differs from share * n by less than one."""
 
     def __init__(self, shares: Mapping[str, float]) -> None:
         # Through the decimal text, so that 0.1 means one tenth.
@@ -93,8 +93,10 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started, and whose number is below its domain's limit in `most`. Return (domain,
-        number over all batches)."""
+        """Take the next planned group whose prompt has not started and whose number is below the limit of its domain in `most`.
+
+        Return (domain, number over all batches).
+        """
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -118,13 +120,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Turn of the first coming batch with this domain: 1 for the next; `most` + 1 if none of the next `most` has it."""
+        """Number of batches until one has this domain: 1 for the next batch; `most` + 1 if none of the next `most` batches has it."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without prompts. Planned batches get fewer groups; in later ones, other domains take its share."""
+        """Remove a domain without prompts. Planned batches get smaller; in later ones, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -174,7 +176,7 @@ class MixedOrder:
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
-        """Return (epoch of its file, row number over all files)."""
+        """Draw the next prompt. Return (epoch of its file, its row number in all files concatenated)."""
         (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index
@@ -183,7 +185,7 @@ class MixedOrder:
         return {"mix": self._mix.state_dict(), "parts": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the order. Shares may have changed, files may not."""
+        """Restore the order. Shares may have changed, but not files."""
         if state.get("parts", {}).keys() != self._orders.keys():
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files. {SAME_DATA}")
         self._mix.load_state_dict(state["mix"])

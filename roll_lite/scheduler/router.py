@@ -18,9 +18,9 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in a domain's mean load per request."""
 READY_SHARE = 0.25
-"""Requests sent beyond an engine's slots, as a fraction of them: they fill a free slot at once."""
+"""Requests sent beyond an engine's slots, as a fraction of its slots, to fill a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
-"""Maximum aborts in a row without progress."""
+"""Maximum number of aborts in a row without new tokens."""
 
 
 class NoEngineLeft(RuntimeError):
@@ -44,7 +44,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """`engines_restart`: lost engines are replaced; if none is left, requests wait instead of failing."""
+        """`engines_restart`: lost engines are replaced, so requests wait instead of failing if no engine is left."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -132,7 +132,10 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request. RequestFailed after too many aborts without progress; those by `hold` do not count."""
+        """Continue an aborted request.
+
+        Raise RequestFailed after too many aborts in a row without new tokens; aborts by `hold` do not count.
+        """
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.aborts_without_progress = 0
@@ -145,7 +148,10 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may start. `announced`: requests on their way here, with `tokens` expected tokens."""
+        """True if more prompts may start.
+
+        `announced`: admitted requests that have not reached the router, with `tokens` expected tokens.
+        """
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -211,11 +217,11 @@ class Router:
             self.gate.engines_changed()
 
     def _all_serve(self) -> bool:
-        """False if a lost engine will return but does not serve yet."""
+        """False while a lost engine is being replaced."""
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str, interrupt: bool = False) -> None:
-        """Stop sending to an engine, and remove it when idle. `interrupt`: abort its requests, which continue elsewhere."""
+        """Stop sending to an engine, and remove it when idle. `interrupt`: abort its requests, which continue on other engines."""
         engine = self._choice.withdraw(self._named(name))
         if interrupt:
             engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
@@ -292,7 +298,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Begin with the domain with the fewest requests in flight: one domain's long responses must not delay others."""
+        """Send requests of the domain with the fewest in flight first: one domain's long responses must not delay others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -307,7 +313,7 @@ class Router:
             queue.popleft()
 
     def _choose(self, flight: Flight) -> tuple[EngineLoad, float] | None:
-        """None if all engines are full or being replaced."""
+        """Choose an engine. Return None if all engines are full or being replaced."""
         shared, own = flight.shared_tokens, flight.own_tokens + flight.left()
         if self.gate is None and (found := self._choice.choose(flight.prefix, shared, own)) is not None:
             return found
@@ -356,7 +362,7 @@ class Wave:
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""
+        """Wait until the whole wave is answered. Return True if the request must start again. `is_lost`: the request's engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)

@@ -43,13 +43,13 @@ class _Row:
     __slots__ = ("free", "last", "length", "segments", "tokens")
 
     def __init__(self, context: Turn | None = None) -> None:
-        """`context`: start a branch, whose prompt is all tokens up to the end of this earlier response."""
+        """`context`: earlier response at whose end a new branch starts. All tokens up to there become the row's prompt."""
         self.tokens = None if context is None else context.tokens
         self.length = 0 if self.tokens is None else self.tokens.length
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if nothing follows the last response: a request that continues it extends this row."""
+        """True if no request has continued the last response yet. The first to do so extends this row; later ones start new rows."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -60,8 +60,11 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually just one. Its branches become training sequences (rows). A response extends the
-    row of the response that it follows or, if that already continues otherwise, starts a new row: each trains in exactly one row."""
+    """Sample being generated: a tree of responses, usually just one.
+
+    Its branches become training sequences (rows). The first response to follow another extends its row; later ones start new rows, so that
+    each response trains in exactly one row.
+    """
 
     __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
@@ -74,8 +77,10 @@ class Conversation:
         wants_ids: bool = False,
         saved: Sequence[SavedTurn] = (),
     ) -> None:
-        """`so_far`: partial first response to continue. `wants_ids`: return token ids of responses. `saved`: responses to give to the same
-        requests again."""
+        """`so_far`: partial first response to continue.
+
+        `wants_ids`: return token ids of responses. `saved`: responses that are returned again to the same requests.
+        """
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -90,8 +95,11 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens; RequestFailed on a failure. `number`: of this response, from 0. `after`: number of the response
-        that the tokens follow; None: they are a prompt."""
+        """Let the policy respond to tokens.
+
+        Raises RequestFailed on a failure. `number`: number of this response, from 0. `after`: number of the response that the tokens
+        follow; None: the tokens are a prompt.
+        """
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
@@ -111,7 +119,7 @@ class Conversation:
         return turn
 
     def _saved_turn(self, request: GenerationRequest, number: int, after: int | None) -> Turn | None:
-        """Return the saved response to the same request. After a request that differs, the saved responses are of no use."""
+        """Return the saved response to the same request. After a request that differs from the saved one, saved responses are not used."""
         saved = self._saved.pop(number, None)
         if saved is not None and (saved.after, saved.token_ids) == (after, request.prompt_ids):
             return saved.turn
@@ -119,7 +127,7 @@ class Conversation:
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the responses so far of an episode, and those that it has not asked for again after a resume."""
+        """Return the episode's responses so far, and saved ones that the episode has not requested again since the resume."""
         return (*self._kept, *self._saved.values())
 
     def _row(self, after: int | None) -> _Row:
@@ -179,7 +187,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Run one conversation. Let RequestFailed pass; raise EpisodeFailed if the environment fails."""
+"""Runs one conversation. Does not catch RequestFailed; raises EpisodeFailed if the environment fails."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -200,12 +208,12 @@ def seeds_from(run_seed: int) -> Seeds:
 
 
 def no_seeds(_: SampleId) -> None:
-    """Leave seeds to the engine."""
+    """Return None, so that the engine chooses the seed."""
 
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. RewardFailed on a failure, never a score of zero."""
+        """Score a sample. Raise RewardFailed on a failure, never return a score of zero."""
         ...
 
     @property
@@ -228,8 +236,10 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score. `queue`: the samples' queue in the router (default: the
-        domain's)."""
+        """`generated` is called when a sample begins to wait for its score.
+
+        `queue`: name of the samples' queue in the router (default: the domain's name).
+        """
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain

@@ -23,7 +23,7 @@ class RolloutResult:
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
-    """Lines, one per group ended since the last batch, then one for this batch."""
+    """Ledger lines: one per group ended since the last batch, then one for this batch."""
 
 
 class RolloutService:
@@ -48,7 +48,7 @@ class RolloutService:
         self._left_out: list[SampleGroup] = []
         self._handed_out: list[SampleGroup] = []
         self._ledger: list[dict[str, Any]] = []
-        """Lines from a resumed checkpoint, for the first batch."""
+        """Lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -98,7 +98,9 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of all."""
+        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of the
+        total.
+        """
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -121,7 +123,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
+        """Wait for a batch of `prompts` groups, divided by the domains' shares. The batch is smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -163,7 +165,7 @@ class RolloutService:
         return {"admitted": self._next_group, "open": sorted(n for scheduler in self._schedulers.values() for n in scheduler.live)}
 
     def last_ledger(self) -> list[dict[str, Any]]:
-        """Return lines not yet returned, a `dropped` line for each undelivered group, and an `end` line."""
+        """Return the ledger's remaining lines, a `dropped` line for each undelivered group, and an `end` line."""
         return [*self._ledger_if_dropped("the run ended"), {"event": "end", "admitted": self._next_group, "open": []}]
 
     def _ledger_if_dropped(self, cause: str) -> list[dict[str, Any]]:
@@ -271,8 +273,9 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return current tokens and scores of samples that were undelivered in `state` (an earlier `state_dict`), by group number and
-        index."""
+        """Return current tokens and scores of the samples that were undelivered in `state` (an earlier result of `state_dict`), by group
+        number and index.
+        """
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hi
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
-"""Causes of staleness: the group was unfinished, or no batch had a place for it."""
+"""Causes of a group's staleness: it finished too late, or no batch had a place for it."""
 
 
 @dataclass
 class DomainStats:
-    """Statistics of one domain in one batch. An annotation holds the metric's name and, for a mean, the field with the number of items."""
+    """Statistics of one domain in one batch. A field's annotation holds the metric's name and, for a mean, the field to divide by."""
 
     requested: Annotated[int, "rollout/requested"] = 0
     delivered: Annotated[int, "rollout/groups"] = 0

@@ -1,5 +1,7 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given the numbers that training
-has requested and received."""
+"""Policies ("supplies") that limit how far generation runs ahead of training.
+
+A supply returns how many batches may start, given the numbers that training has requested and received.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ def pacing_of(config: RolloutConfig, engines_rest: bool = False) -> Pacing:
 
 
 LEAST_SHARE = 4
-"""Divisor: a log-prob pass during generation starts once 1/LEAST_SHARE of a batch's groups have newly finished."""
+"""A log-prob pass during generation starts when 1/LEAST_SHARE of a batch's groups have finished since the last pass."""
 
 
 def least_early(prompts_per_step: int) -> int:

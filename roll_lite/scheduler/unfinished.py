@@ -24,7 +24,10 @@ from roll_lite.data.samples import (
 
 @dataclass(frozen=True)
 class SavedTurn:
-    """Response in an unfinished episode. `token_ids`: the new tokens that it answers; `after`: number of the response that they follow."""
+    """Response in an unfinished episode.
+
+    `token_ids`: the new tokens to which the policy responded. `after`: number of the response that these tokens follow.
+    """
 
     number: int
     after: int | None
@@ -44,7 +47,10 @@ class SavedSample:
     failure: str | None = None
     timed_out: bool = False
     turns: tuple[SavedTurn, ...] = ()
-    """Responses so far of an unfinished episode. It is played again with them, as long as the environment asks for the same."""
+    """Responses so far of an unfinished episode.
+
+    After a resume they are returned again, as long as the environment sends the same requests.
+    """
 
     @staticmethod
     def of(sample: Sample) -> SavedSample:
@@ -68,7 +74,10 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then of `parts`."""
+    """Sample to save.
+
+    While its response is generated, its tokens are those of `request` (context and prompt) followed by those of `parts`.
+    """
 
     sample: SavedSample
     request: GenerationRequest | None = None
@@ -76,9 +85,11 @@ class Unfinished(NamedTuple):
 
     @staticmethod
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
-        """Return the checkpoint state of a sample in its first response. `first`: original request. `request`: current one; after an
-        interruption, it continues the response. `so_far`: whole response, but `tokens` only before `request`. `parts`: pieces of the
-        response generated for `request`."""
+        """Return the checkpoint state of a sample in its first response.
+
+        `first`: original request. `request`: current request; after an interruption, it continues the response. `so_far`: whole response,
+        but its `tokens` end where `request` starts. `parts`: pieces of the response generated for `request`.
+        """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
         rows = [part.tokens for part in parts if part.tokens is not None]

@@ -76,7 +76,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """ValueError for runs with filtered groups or oversampling: lengths of surplus samples are not recorded."""
+    """Raise ValueError for runs with filtered groups or oversampling, because lengths of surplus samples are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -172,7 +172,7 @@ def _prompts(assumed: SimulationConfig, domain: str) -> int:
 def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
 ) -> SimulatedResponsesConfig:
-    """`prompts`: number of prompts in the data, which runs do not record."""
+    """Measure a domain's responses. `prompts`: number of prompts in the data, which runs do not record."""
     lengths = [policy_tokens(sample) / turns_of(sample) for sample in samples if sample["response_tokens"]]
     played = [sample["episode"]["metrics"] for sample in samples if "episode" in sample]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)

@@ -36,14 +36,17 @@ class EngineRates:
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """Inverse of `seconds`."""
+        """Return the tokens that each running request decodes in `seconds`."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Engine time of one response if `slots` requests always run: 1/`slots` of each pass's fixed cost, its own arithmetic and cache
-        reads, and the prefill of `prefilled` tokens."""
+        """Engine time of one response if `slots` requests always run.
+
+        It is 1/`slots` of each pass's fixed cost, plus the response's own arithmetic and cache reads, plus the prefill of `prefilled`
+        tokens.
+        """
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -121,9 +124,9 @@ class SimulatedEngine:
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Running requests by shared prompt, which only the first prefills."""
+        """Number of running requests by shared prompt. Only the first prefills it."""
         self._decoded_per_request = 0.0
-        """Tokens decoded since the engine was last empty, for a request that ran all the time."""
+        """Tokens that a request would have decoded if it had run since the engine was last empty."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()
@@ -277,7 +280,7 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _prefill(self, run: _Run) -> int:
-        """Add a request's prefill time; return the number of cached prompt tokens, which cost none."""
+        """Add a request's prefill time. Return the number of cached prompt tokens, which take no time."""
         held = run.prompt - run.asked.request.resumed_tokens - 1 if self._prefixes[run.prefix] > 0 else 0
         self._prefixes[run.prefix] += 1
         tokens = run.prompt + self._tokens(run) - held

@@ -14,9 +14,9 @@ from roll_lite.simulator.simulation import SimulatedRun
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
-"""Training, draining, weight update, and loading or offloading of engines."""
+"""Phases: training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum request slots for a row per slot; beyond, each engine has a row, paler the fewer requests run."""
+"""Maximum number of request slots drawn as a row each. With more, each engine has one row, paler the fewer requests run."""
 COLUMNS = 1400
 
 

@@ -24,7 +24,7 @@ class TrainerModel:
     """Fraction of `token_s` spent on log-probs."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
-        """`early`: tokens whose log-probs were computed during generation."""
+        """Time of a training step. `early`: tokens whose log-probs were computed during generation."""
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
@@ -77,7 +77,7 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests that fit into an engine's KV cache, if running responses, weighted by length, are half done."""
+        """Mean number of requests that fit into an engine's KV cache. Running responses, weighted by length, count as half done."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

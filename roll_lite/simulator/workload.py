@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity: equal in all scenarios."""
+"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity, so that all scenarios have the same."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class DomainModel:
 
 
 class SimulatedPrompts:
-    """A prompt's first two tokens are the domain's number and the prompt's index."""
+    """Source of simulated prompts. A prompt's first two tokens are the domain's number and the prompt's index."""
 
     def __init__(self, model: DomainModel, number: int) -> None:
         self._model = model

@@ -90,7 +90,7 @@ def _something_can_train(config: RunConfig) -> Mistakes:
 
 
 def _remax(config: RunConfig) -> Mistakes:
-    """Refuse reward shaping with ReMax: its baseline, a greedy sample's score, is not shaped."""
+    """Refuse reward shaping with ReMax, whose baseline is the unshaped score of a greedy sample."""
     if config.algorithm.advantage.name != "remax":
         return
     reward = config.algorithm.reward

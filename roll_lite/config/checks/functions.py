@@ -25,9 +25,11 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is a function that accepts the run's call. `arguments`: keyword arguments from
-    YAML (None: skip the check of the call); `given`: those that the run adds. `inputs`: positional arguments, in words for messages.
-    `or_class`: accept any class."""
+    """Check that `name`, the value of setting `path`.`key`, is a function that accepts the run's call.
+
+    `arguments`: keyword arguments from YAML (None: skip the check of the call). `given`: keyword arguments that the run adds. `inputs`:
+    positional arguments, in words for messages. `or_class`: accept any class.
+    """
     try:
         found = _definition(name)
     except ValueError as error:
@@ -59,8 +61,10 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Return the syntax tree of what a dotted path names, following assignments and imports. None if only running the code could tell.
-    ValueError if it is missing or unreadable."""
+    """Return the syntax tree of what a dotted path names, following assignments and imports.
+
+    Return None if only running the code could tell. Raise ValueError if the path is missing or unreadable.
+    """
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -94,7 +98,7 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
 
 
 def _located(module_name: str) -> ModuleSpec:
-    """Locate a module without importing its parents; ValueError if missing."""
+    """Locate a module without importing its parents. Raise ValueError if it is missing."""
     top, *below = module_name.split(".")
     try:
         spec = find_spec(top)

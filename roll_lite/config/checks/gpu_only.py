@@ -1,5 +1,7 @@
-"""Checks of settings that need GPUs. Findings of `needs_gpus` on this machine end `roll-lite run`, but are only notes in `roll-lite check`,
-which may run elsewhere."""
+"""Checks of settings that need GPUs.
+
+Findings of `needs_gpus` end `roll-lite run`. `roll-lite check`, which may run on another machine, reports them only as notes.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Process count up to which float32 runs without GPUs get no note."""
+"""Maximum number of processes with which float32 runs without GPUs get no note."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:

@@ -175,7 +175,10 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently: it ignores Mistral's sliding window, and gives all layers experts if any has them."""
+    """Refuse models that SGLang computes differently.
+
+    SGLang ignores Mistral's sliding window, and gives all layers experts if any layer has them.
+    """
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
@@ -218,8 +221,9 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if SGLang pauses requests at weight updates: it then recomputes their tokens, and reports the experts that the
-    new weights choose."""
+    """Refuse routing replay if SGLang pauses requests at weight updates: SGLang then recomputes their tokens, and reports the experts that
+    the new weights choose.
+    """
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -281,7 +285,7 @@ def gpu_count() -> int:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """Sizes of a model; None if unreadable, which checks/files.py reports."""
+    """Return a model's sizes; None if unreadable, which checks/files.py reports."""
     try:
         return read_model_shape(folder)
     except ValueError:

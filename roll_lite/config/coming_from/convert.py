@@ -41,7 +41,7 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Conversion of another trainer's settings to ours (`config`). `told`: notes, and messages on settings without counterpart."""
+    """Conversion of another trainer's settings to our `config`. `told`: notes, and messages about settings without counterpart."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)
@@ -88,7 +88,7 @@ class Conversion:
             self.told.append(Problem(setting.key, message, setting.value, f"{self._file}:{setting.line}"))
 
     def _write(self, setting: Setting, entry: dict[str, Any], name: str) -> str:
-        """Return an error message or ""."""
+        """Write a converted setting to the configuration. Return an error message or ""."""
         value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
@@ -168,7 +168,7 @@ def _from_yaml(text: str, file: str) -> list[Setting]:
 
 
 def _from_script(text: str, is_known: Callable[[str], object]) -> list[Setting]:
-    """Return the arguments in a shell script, without commands and arrays that have no known one."""
+    """Return the arguments in a shell script, except those of commands and arrays without any known argument."""
     found: list[Setting] = []
     for command in _commands(text):
         start = len(found)
@@ -193,8 +193,10 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays: lists of (word, line number). All branches of conditions are read, except `npu)` in a
-    `case`, for other hardware."""
+    """Split a shell script into commands and arrays: lists of (word, line number).
+
+    All branches of conditions are read, except `npu)` in a `case`, which is for other hardware.
+    """
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array, is_skipped = "", False, False

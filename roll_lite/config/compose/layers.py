@@ -32,7 +32,7 @@ class Composed:
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
+    """Paths of missing, unreadable or unresolvable values. If a file is unreadable, the root () is included."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Path -> (text in the file, value), for values that contain environment variables."""
@@ -51,8 +51,7 @@ class _Composer:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the files in `defaults`, then the file itself, unless `_self_` marks another position. `stack`: including files, to detect
-        cycles."""
+        """Append the files in `defaults`, then the file itself (or where `_self_` stands). `stack`: including files, to detect cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -135,7 +134,7 @@ def suggestion(name: str, folder: FilePath) -> str:
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """`may_be_left_out`: accept missing values (`???`)."""
+    """Compose a configuration. `may_be_left_out`: accept missing values (`???`)."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -165,7 +164,7 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Apply the preset as defaults, without its training and validation files if the domain sets `data.train`."""
+    """Apply the domain's preset as defaults. If the domain sets `data.train`, the preset's training and validation files are not used."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])

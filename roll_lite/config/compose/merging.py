@@ -1,5 +1,7 @@
-"""Merge configurations by the schema. null removes inherited settings. If a section's `name` changes, keys that fit only the former one
-go."""
+"""Merge configurations by the schema. null removes inherited settings.
+
+If a section's `name` changes, keys that fit only the former name are dropped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def is_short_form(value: Any, path: Path) -> bool:
 
 
 def merge(tree: dict[str, Any], layer: Mapping[str, Any], path: Path = ()) -> None:
-    """Merge `layer` into `tree`. null removes an inherited mapping entry, or restores a default."""
+    """Merge `layer` into `tree`. null removes an inherited mapping entry or restores a setting's default."""
     for key in _ended(tree, layer, path):
         del tree[key]
     for key, value in layer.items():

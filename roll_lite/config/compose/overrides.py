@@ -33,7 +33,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Values are YAML; texts need no quotes for braces and colons."""
+    """Parse an override. Values are YAML; texts need no quotes for braces and colons."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -54,7 +54,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """Move overrides of a section's `name` before those of its other keys, which a later change of `name` would drop."""
+    """Move overrides of a section's `name` before those of its other keys. Otherwise a change of `name` would drop the other keys."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value

@@ -22,8 +22,11 @@ LATEST = "latest"
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute: workers may run in another folder. Replace the link `latest`, which moves when this run starts, by its target.
-    Look up a missing `examples/...` in the package. ValueError if the path cannot be inspected."""
+    """Make a path absolute, because workers may run in another folder.
+
+    Replace the link `latest`, which moves when this run starts, by its target. Look up a missing `examples/...` in the package. Raise
+    ValueError if the path cannot be inspected.
+    """
     try:
         path = absolute_path(path)
     except RuntimeError:
@@ -108,7 +111,7 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Return (field, message) of each mistake found by the section's rules. A rule that reads an invalid field ends there."""
+        """Return (field, message) of each mistake found by the section's rules. A rule that reads an invalid field stops there."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

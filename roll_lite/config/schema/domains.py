@@ -29,7 +29,7 @@ class DataFilterConfig(Section):
     difficulty: str | None = None
     """Column that difficulty_range limits, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
-    """Keep training prompts, not held-out ones, with a difficulty in this inclusive range."""
+    """Keep only training prompts with a difficulty in this inclusive range. Held-out prompts are not filtered."""
 
     @rule
     def _column(self) -> Mistakes:

@@ -16,7 +16,7 @@ class ModelConfig(Section):
     path: ModelFolder
     """Model folder in Hugging Face format, or name on the hub: owner/name or hf://owner/name?revision=... (docs/data.md)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision of weights: float32 on CPUs, bfloat16 on GPUs."""
+    """Precision of weights. Use float32 on CPUs and bfloat16 on GPUs."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -198,8 +198,10 @@ class EngineStrategyConfig(Section):
 
     @rule
     def _limits(self) -> Mistakes:
-        """Check that a forward pass has room for all running requests with their drafts: cut drafts would make a response depend on other
-        requests."""
+        """Check that a forward pass has room for all running requests with their drafts.
+
+        Otherwise drafts would be cut, and a response would depend on other requests.
+        """
         tokens = 1 + (self.speculation.tokens if self.speculation else 0)
         if self.max_batched_tokens < (least := self.max_running_requests * tokens):
             needed = "at least one token" if tokens == 1 else f"up to {tokens} tokens (1 + speculation.tokens)"
@@ -371,7 +373,7 @@ class RewardModelConfig(Section):
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
     """hf, or megatron with its parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Precision: float32 on CPUs, bfloat16 on GPUs."""
+    """Precision of weights. Use float32 on CPUs and bfloat16 on GPUs."""
     micro_batch_tokens: PositiveInt = 16384
     """Maximum tokens in a rank's forward pass; with hf, padding counts."""
     micro_batch_size: PositiveInt = 8

@@ -57,7 +57,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device and bind this process near it. Without GPUs, return the CPU."""
+    """Make GPU number LOCAL_RANK the current device, and bind this process to CPUs near it. Without GPUs, return the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         bind_to_gpu(torch.cuda.get_device_properties(current_device()))
@@ -101,7 +101,7 @@ class StateGroup(StrEnum):
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(sum of weight * token loss, metric sums) of a micro-batch; both add up over micro-batches and ranks."""
+"""Return (sum of weight * token loss, metric sums) of a micro-batch. Both are added up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ExpertUse:
     busiest: float
     """Tokens of the busiest expert relative to the average."""
     balance_loss: float | None
-    """Loss without its coefficient; None if that is 0."""
+    """Load-balancing loss without its coefficient; None if the coefficient is 0."""
     rerouted: float | None = None
     """Fraction of replayed expert choices that the current router would change."""
 
@@ -149,21 +149,23 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Run a forward pass without gradients. Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution
-        (language model); values, final_value (value model); experts (chosen ids).
+        """Run a forward pass without gradients.
 
-        Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional: `kept_ids` restricts the softmax;
-        `old_experts` or `rollout_experts` are expert choices to replay.
+        Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution (language model); values, final_value (value
+        model); experts (chosen ids). Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional:
+        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are expert choices to replay.
         """
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Load offloaded state groups. Return bytes copied ("in"); empty if not measured."""
+        """Load offloaded state groups to the device. Return {"in": bytes copied}, or {} if not measured."""
 
     @abstractmethod
     def offload(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
-        """Free device memory. Contents move to host memory; gradients are dropped. Return bytes freed ("freed") and copied ("out"); empty
-        if not measured."""
+        """Move state groups to host memory and free device memory; gradients are dropped.
+
+        Return {"freed": bytes, "out": bytes copied}, or {} if not measured.
+        """
 
 
 @dataclass
@@ -199,8 +201,9 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan which tensors are sent to engines, equally on every rank: weights with adapters merged, or only adapters (lora.engines
-        "adapter")."""
+        """Plan which tensors are sent to engines (equal on every rank): weights with adapters merged, or only adapters (lora.engines
+        "adapter").
+        """
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
@@ -209,8 +212,10 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Return tensor name with stage and shard -> checksum of this rank's weights. Ranks with the same key hold copies, whose checksums
-        must agree."""
+        """Return checksums of this rank's weights.
+
+        Keys consist of tensor name, stage and shard: ranks with the same key hold copies, whose checksums must agree.
+        """
 
     @property
     @abstractmethod
@@ -226,7 +231,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def copy_state(self) -> StateCopy:
-        """Copy this rank's checkpoint state to host memory."""
+        """Copy what this rank would save to host memory."""
 
     @abstractmethod
     def load_copy(self, copy: StateCopy) -> None:
@@ -282,7 +287,7 @@ class EngineSpec:
     silence_s: float | None = None
     """Maximum time that an engine process may be stopped (SIGSTOP) before the engine counts as dead."""
     step_s: float | Literal["auto"] | None = None
-    """Minimum timeout of an engine step; long steps raise it. None: unlimited; "auto": by device."""
+    """Minimum timeout of an engine step; long steps raise the timeout. None: unlimited; "auto": depends on the device."""
     columns: tuple[str, ...] = ()
     """Extra columns of completions (EXTRA_COLUMNS in workers/token_blocks.py)."""
     node: EngineNode | None = None
@@ -302,7 +307,7 @@ class RequestProgress:
     generated: int
     """Number of tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report. The newest is left out: it may end the response, and a retry must not continue after the end."""
+    """New tokens since the last report, without the newest token: it may end the response, and a retry must not continue after the end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -355,7 +360,7 @@ class InferenceStrategy(ABC):
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
         """Receive a whole weight update while trainers run `WeightSender.send`.
 
-        After a TransferError, the engine keeps its old weights or, if some are overwritten, stays frozen until a complete update.
+        After a TransferError, the engine keeps its old weights; if some were overwritten, it stays frozen until a complete update.
         """
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)

@@ -37,14 +37,14 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""Engine name -> function that returns the installed version; NotInstalled, or RuntimeError for an unsupported version."""
+"""Engine name -> function that returns the installed version. It raises NotInstalled, or RuntimeError for an unsupported version."""
 
 
 @dataclass(frozen=True)
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks share a process group: none can be replaced alone."""
+    """True if all ranks share a process group, so that a single rank cannot be replaced."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -55,7 +55,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Import only one engine: vLLM and SGLang cannot be installed together."""
+    """Build an engine, importing only its package: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -116,8 +116,10 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not
-    checked."""
+    """Yield unusable engine arguments.
+
+    `own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not checked.
+    """
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -129,8 +131,10 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Parse field names of classes in an installed package: importing takes seconds. `places`: (file pattern, class name or None for all).
-    Empty if one is missing."""
+    """Parse field names of classes in an installed package, since importing takes seconds.
+
+    `places`: (file pattern, class name or None for all). Empty if a file or class is missing.
+    """
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

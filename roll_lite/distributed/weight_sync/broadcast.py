@@ -1,7 +1,7 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket: a collective
-cannot tell which member is missing. After a failure, broadcasting threads end at their own timeout.
+Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket, because a
+collective cannot tell which member is missing. After a failure, broadcasting threads end at their own timeout.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from roll_lite.files import changed_environment
 @dataclass(frozen=True)
 class Wire:
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Function of (transfer group, key prefix in the store, rank, number of ranks)."""
+    """Creates a process group from (transfer group, key prefix in the store, rank, number of ranks)."""
     make: Callable[[int, int], BucketSegment]
-    """Function of (size in bytes, number of readers)."""
+    """Creates a buffer from (size in bytes, number of readers)."""
     device: str
     polled: bool = False
     """True if completion must be polled: NCCL returns before the broadcast is done."""
@@ -168,7 +168,7 @@ class _Broadcasts:
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Close the process groups, so that peers do not wait until their timeout."""
+        """Close the process groups, so that peers need not wait until their timeout."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
@@ -177,7 +177,7 @@ class _Broadcasts:
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return this machine's IP address on its route to the rendezvous: gloo's default, the host name, is often unreachable."""
+    """Return this machine's IP address on its route to the rendezvous. gloo's default, the host name, is often unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -242,12 +242,12 @@ class BroadcastReceiver(TransportReceiver):
 
 
 def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
-    """Receivers on the same machine as member `of`."""
+    """Return the receivers on the same machine as member `of`."""
     return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Keep only the first receiver of each machine."""
+    """Keep only the first receiver on each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -263,7 +263,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which others read."""
+    """Gloo receiver with one copy per machine. The first worker receives into shared memory, from which the others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

@@ -44,7 +44,7 @@ TRANSPORTS: dict[str, Transport] = {
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
-"""Choose the transport for each pair of trainer rank and engine worker."""
+"""Setting that chooses the transport for each pair of trainer rank and engine worker."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
@@ -71,8 +71,10 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: the one on its GPU; else one whose GPU it can read; else the owner. It always
-    reads from the same GPU, since a CUDA context on another GPU costs memory."""
+    """Return the training rank that sends to a receiver: a rank on its GPU; else one whose GPU it can read; else the owner.
+
+    A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory.
+    """
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
     near = [rank for rank in readable if rank is not None]
@@ -185,11 +187,11 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
+    """Weight sender of a training rank.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts it to the other training
-    ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would wait for
-    each other.
+    Gathering is collective, so even a rank that sends nothing makes the same calls. An engine worker on a training rank's GPU gets all
+    tensors from that rank, so a bucket's owner broadcasts the bucket to the other training ranks. Trainers and engines on shared GPUs then
+    need no common NCCL group: in one, kernels of two processes of a GPU would wait for each other.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -198,12 +200,12 @@ class WeightSender:
         self._store: Any = None
         self._transport: TransportSender | None = None
         self._exported_memory: list[ExportedMemory] = []
-        """GPU memory exported in earlier transfer groups. `memory.free_abandoned_exports` frees what no reader holds."""
+        """GPU memory exported in earlier transfer groups. `memory.free_abandoned_exports` frees memory without readers."""
         self._export: ExportPlan | None = None
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
         self._for_all_ranks: set[int] = set()
-        """Buckets that more ranks than their owner send."""
+        """Buckets that ranks other than their owner send too."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
@@ -243,7 +245,7 @@ class WeightSender:
             self.nbytes = dict(sent)
 
     def send(self) -> None:
-        """Gather and send all buckets. After a TransferError, finish gathering (it is collective), then raise."""
+        """Gather and send all buckets. After a TransferError, gather the rest (it is collective), then raise."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._transport is not None:
@@ -278,14 +280,16 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def _finish_broadcasts(self) -> None:
-        """Wait for this rank's NCCL broadcasts to engines on other GPUs: one could wait on the GPU behind a broadcast between trainers,
-        whose owner waits for that engine (deadlock)."""
+        """Wait for this rank's NCCL broadcasts to engines on other GPUs.
+
+        Otherwise such a broadcast could queue on the GPU behind one between trainers, whose owner waits for that engine (deadlock).
+        """
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
                 self._transport.finish_one("nccl")
 
     def _at_all_ranks(self, bucket: int, gathered: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Broadcast a bucket from its owner to all training ranks (collective), in the dtypes sent."""
+        """Broadcast a bucket from its owner to all training ranks (collective), in the dtypes that engines get."""
         tensors = tensors_of(self._routes[bucket])
         layout, owner = flat_layout(tensors), tensors[0].owner
         buffer = GpuSegment(layout.nbytes, readers=0).whole
@@ -295,7 +299,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums in the dtype sent. Collective over training ranks."""
+        """Return checksums in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -320,10 +324,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
+    """Weight receiver of an engine worker. Arguments are plain types, so that the engine's RPC can send them."""
 
     def __init__(self, staged: bool = False) -> None:
-        """`staged`: `load` only stores tensors; `finish` changes the model."""
+        """`staged`: `load` only stores tensors, and `finish` changes the model."""
         self._staged = staged
         self._transport: TransportReceiver | None = None
         self._begun = False
@@ -348,8 +352,8 @@ class WeightReceiver:
     ) -> None:
         """Receive one bucket and load it while the following one is in flight.
 
-        `begin(again)` is called at an update's first bucket; `again`: the previous update failed halfway. The bucket is loaded only if
-        `all_workers_ok(ok)` says that all workers pass True.
+        `begin(again)` is called at an update's first bucket; `again` is True if the previous update failed halfway. The bucket is loaded
+        only if `all_workers_ok(ok)` returns True, that is, if all workers pass True.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -384,7 +388,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Return seconds by phase."""
+        """End the update: `put_in_place` changes the model. Return seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

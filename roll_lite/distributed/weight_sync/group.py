@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group with a higher epoch replaces the old one, whose members get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces the old group, and its members get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Home:
     device: str = ""
     """UUID of the member's GPU (device numbers differ between processes); empty on CPU."""
     visible: tuple[str, ...] = ()
-    """GPUs whose memory the member can read, its own too."""
+    """GPUs whose memory the member can read, including its own."""
     process: int = 0
 
     @staticmethod
@@ -65,12 +65,14 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of the newest epoch, written only by `interrupt`; only member 0 writes _EPOCH. With one writer, a key's epoch never
-decreases."""
+"""Store key of the newest epoch, written only by `interrupt`; _EPOCH is written only by member 0.
+
+With one writer, a key's epoch never decreases.
+"""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Keys of step n are deleted at step n + 2; until then a member may read them."""
+"""Keys of step n are deleted at step n + 2, because a member may read them until then."""
 
 
 class TransferError(RuntimeError):
@@ -126,7 +128,10 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle of the sender's buffer, which the receiver opens; in `done`, space-separated handles that the receiver still uses."""
+    """Handle of the sender's buffer, which the receiver opens.
+
+    In a `done` announcement: handles that the receiver still uses, separated by spaces.
+    """
 
 
 Moment = Literal["here", "done"]
@@ -139,7 +144,7 @@ def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Connect to a rendezvous store. Blocks forever if the store's process is stopped (SIGSTOP)."""
+    """Connect to a rendezvous store. Blocks forever if the store's process was stopped by SIGSTOP."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
@@ -189,7 +194,7 @@ class TransferGroup:
 
     @contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Report exceptions in the block, so that all members stop waiting; not timeouts, as each member raises its own."""
+        """Report exceptions in the block, so that all members stop waiting. Timeouts are not reported, as each member raises its own."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -227,7 +232,7 @@ class TransferGroup:
         self._announced[route.channel].append((step, key))
 
     def await_announcements(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for the other side: the sender for all receivers, a receiver for the sender. Return announcements by member number."""
+        """Wait for the other side: the sender waits for all receivers, a receiver for the sender. Return announcements by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         announced = self._announced[route.channel]
@@ -240,7 +245,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Announce a bucket and wait for the other side. TransferError if that is at a different bucket."""
+        """Announce a bucket and wait for the other side. Raise TransferError if the other side is at a different bucket."""
         step = self.step(route)
         self.announce(route, step, "here", said)
         heard = self.await_announcements(route, step, "here")
@@ -292,8 +297,10 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: key -> number of its
-        writer."""
+        """Poll until all keys are in the store, because the store's own wait would not name the missing key.
+
+        `keys`: key -> number of the member that writes it.
+        """
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:
@@ -306,8 +313,10 @@ class TransferGroup:
         self.poll(arrived, what, lambda: ", ".join(self.membership.members[owner] for owner in missing.values()))
 
     def poll(self, is_done: Callable[[float], bool], what: str, who: Callable[[], str] = lambda: "somebody") -> None:
-        """Call `is_done(seconds)`, which may block that long, until True. StaleEpoch or TransferTimeout; the message names the awaited work
-        `what` and the missing members `who()`."""
+        """Call `is_done(seconds)`, which may block that long, until it returns True.
+
+        Raise StaleEpoch or TransferTimeout. The message names the awaited work (`what`) and the missing members (`who()`).
+        """
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -22,7 +22,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class ExportedMemory(NamedTuple):
-    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
@@ -54,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """CUDA IPC exports, one per reader: torch counts one reader per export."""
+    """CUDA IPC exports, one for each reader, because torch counts one reader per export."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -86,7 +86,7 @@ class GpuSegment(BucketSegment):
 
 
 class ExportedSegment(GpuSegment):
-    """Send buffer exported by CUDA IPC. The handle contains the GPU's UUID, since device numbers differ between processes."""
+    """Send buffer exported by CUDA IPC. Its handle contains the GPU's UUID, since device numbers differ between processes."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         with without_expandable_segments():
@@ -97,8 +97,9 @@ class ExportedSegment(GpuSegment):
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Turn the allocator's expandable segments off: CUDA IPC could export them only with permission to copy another process's file
-    descriptors."""
+    """Turn the allocator's expandable segments off, because exporting them by CUDA IPC needs permission to copy another process's file
+    descriptors.
+    """
     settings = torch._C._accelerator_getAllocatorSettings()
     fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
     if fixed == settings:
@@ -118,7 +119,9 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that torch would keep allocated because no reader will release them: never opened, or of a reader not in `homes`."""
+    """Free exports that no reader will release, and that torch would keep allocated: those never opened, and those of a reader not in
+    `homes`.
+    """
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)
@@ -131,7 +134,7 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """Decrement torch's counter of an export's readers, in place of a reader."""
+    """Decrement torch's counter of an export's readers on behalf of a reader."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
@@ -148,7 +151,7 @@ _COUNTER = slice(11, 13)
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Open a segment by (handle, reader index). OSError if out of reach."""
+"""Function that opens a segment by (handle, reader index). Raises OSError if the segment is out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ class WeightUpdate:
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
-        """ValueError for a tensor that was not announced or has already arrived."""
+        """Raise ValueError for a tensor that was not announced or has already arrived."""
         announced = {tensor.name for tensor in self.tensors}
         for tensor in tensors:
             if tensor.name not in announced or tensor.name in self.arrived:
@@ -38,7 +38,7 @@ class WeightUpdate:
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Read tensor shapes from safetensors headers. `tied`: drop `lm_head.weight`, which shares the embedding."""
+    """Read tensor shapes from safetensors headers. `tied`: omit `lm_head.weight`, which shares the embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -84,7 +84,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""Divisor: an update compares the checksums of every 16th tensor."""
+"""An update compares the checksums of every 16th tensor."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:
@@ -109,7 +109,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factors, [_CHUNK] int64, which make the checksum depend on order."""
+    """Pseudo-random odd factors, [_CHUNK] int64, that make the checksum depend on the order of values."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD

@@ -1,5 +1,7 @@
-"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server, which receives `sandbox/guest.py` as a zip file and
-runs it."""
+"""Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
+
+The server gets `sandbox/guest.py` as a zip file and runs it.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on the job twice but runs a harmless program in between, the job counts as having killed its
-        sandbox."""
+        """Run a job. If the service fails on the job twice but runs a harmless program in between, the job counts as the cause."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)

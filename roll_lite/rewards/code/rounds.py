@@ -33,7 +33,7 @@ class Attempt:
     done: int = 0
     inside: int = 0
     spent_s: float = 0.0
-    """CPU seconds used, at least a third of the wall-clock time."""
+    """CPU seconds charged. Each process is charged at least a third of its wall-clock time."""
     verdict: str = ""
     failure: RewardFailed | None = None
     artifact: bytes = b""

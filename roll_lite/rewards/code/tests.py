@@ -13,7 +13,7 @@ from roll_lite.rewards.code.names import Asserts, asserts_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """Test of a program: a function call, asserts, or a run with `stdin`. `also`: further accepted values."""
+    """Test of a program: a function call, asserts, or a run with `stdin`. `also`: further accepted results."""
 
     stdin: str = ""
     expected: Any = None
@@ -28,7 +28,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """RewardFailed without tests. `column` None: they are in the answer."""
+    """Read the tests from `column`, or from the answer if None. Raise RewardFailed if there are none."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -122,7 +122,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append missing calls that run the tests, such as `check(f)`, each to a copy of the source."""
+    """Append missing calls that run the tests, such as `check(f)`. Return a copy of the source for each call."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

@@ -29,7 +29,10 @@ ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
 
 
 def _is_set(variable: str) -> str:
-    """ValueError if the variable is not set. Messages omit its name: a user may have entered the key itself."""
+    """Return the variable's name.
+
+    Raise ValueError if it is not set. Messages omit the name, because a user may have entered the key itself.
+    """
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -81,7 +84,10 @@ class ServiceRefused(ResponseSuspected):
 
 
 class _Failed(Exception):
-    """`is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause that the service asks for."""
+    """Failure of one request.
+
+    `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause that the service asks for.
+    """
 
     def __init__(self, cause: str, is_refusal: bool = False, is_slow: bool = False, wait_s: float | None = None) -> None:
         super().__init__(cause)
@@ -93,15 +99,17 @@ class _Url:
     url: str
     requests: int = 0
     failures: int = 0
-    """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
+    """Consecutive failures. A failed URL gets no request until `rests_until`, then one request at a time."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Prefer available URLs, then those with the fewest requests. Ties are random, so that workers do not all begin with the same
-        URL."""
+        """Return a sort key: available URLs come first, then those with the fewest requests.
+
+        Ties are random, so that workers do not all begin with the same URL.
+        """
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 
@@ -117,8 +125,10 @@ class HttpClient:
         self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`; RewardFailed if all
-        attempts fail."""
+        """Return the answer's JSON and the URL, without secrets.
+
+        Raise ServiceRefused if the service rejects `payload`, RewardFailed if all attempts fail.
+        """
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:
@@ -187,7 +197,7 @@ def _backoff(failures: int) -> float:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Hide the key: services may echo it."""
+    """Remove the key from a text, because services may echo it."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):
@@ -207,7 +217,7 @@ def shown(url: str) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the innermost message: outer ones may contain the URL."""
+    """Return the innermost exception's message, because outer messages may contain the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

@@ -45,7 +45,10 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """`in_words`: the reference is in words, so return text up to the end of its line, not a formula. "" without an answer."""
+    """Return the answer; "" if there is none.
+
+    `in_words`: the reference is in words, so return the text up to the end of its line instead of a formula.
+    """
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -113,8 +116,11 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return the words of at least `shortest` letters and the Chinese characters, without LaTeX and function names and, unless `shortest`
-    is 2, "and", "for" and alphabet runs: xyz may be a product."""
+    """Return the words of at least `shortest` letters, and Chinese characters.
+
+    Names of functions and LaTeX commands are excluded. Unless `shortest` is 2, "and", "for" and alphabet runs are excluded too: xyz may be
+    a product.
+    """
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
 
@@ -128,7 +134,7 @@ def is_formula(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Make 1/2 and 0.5, or 12 cm and 120 mm, equal."""
+    """Normalize an answer, so that 1/2 equals 0.5, and 12 cm equals 120 mm."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())

@@ -58,8 +58,8 @@ KNOWN = {
 }
 """Units by name: (kind, size), such as ("length", size in base units).
 
-Three kinds mark other words. "": scales, such as million. "^": square and cubic; the size is the exponent of the next unit. "/": per;
-exponents of the next units are negative.
+Three kinds mark words that are no units. "": scales, such as million. "^": square and cubic; the size is the exponent of the next unit.
+"/": per; exponents of the next units are negative.
 """
 PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
 METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
@@ -152,8 +152,10 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""Split a text into number, unit and scale factor (10^6 for "million"). Known units (5cm) and words in \text (3\text{ t}) are units;
-    letters that may be variables are not: 2t and 3 pi have no unit."""
+    r"""Split a text into number, unit and scale factor (10^6 for "million").
+
+    Known units (5cm) and words in \text (3\text{ t}) are units. Letters that may be variables are not: 2t and 3 pi have no unit.
+    """
     bare = plain(text)
     found = UNIT.search(bare, max(0, len(bare) - 100))
     before = bare[: found.start()].rstrip() if found else ""
@@ -189,7 +191,7 @@ def _unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if incompatible."""
+    """Factor that converts unit `one` to `other`: 1 if either unit is unknown, None if they are incompatible."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None

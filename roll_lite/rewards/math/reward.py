@@ -30,7 +30,7 @@ PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Refused reference answers: several parts, (a) ... (b) ..., or a label: (B) 12 would be read as a product."""
+"""Pattern of reference answers that are refused: several parts, (a) ... (b) ..., or a label, since (B) 12 would be read as a product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -48,7 +48,7 @@ class Reference:
     unit: Unit = NO_UNIT
     number: Quantity | None = None
     name: str = ""
-    """Variable to solve for: x in x = 5."""
+    """Variable to solve for, such as x in x = 5."""
     items: tuple[Reference, ...] = ()
     words: str = ""
 
@@ -176,8 +176,10 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """False if the answer is an equation about another variable: x^2 = 1 where x is asked for. `before`: sides of the answer's equation
-    without the last."""
+    """False if the answer is an equation about another variable than `name`: x^2 = 1 where x is asked for.
+
+    `before`: sides of this equation without the last.
+    """
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -209,7 +211,7 @@ def _shown(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
-    """Parse a reference answer; cached, since a sample group shares it."""
+    """Parse a reference answer. Cached, since all samples of a group have the same."""
 
     def read() -> Reference:
         gold = _read_reference(text)
@@ -224,7 +226,7 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    """ValueError if the reference has several parts, counts several things, or is a sentence with formulas."""
+    """Read a reference answer. Raise ValueError if it has several parts, counts several things, or is a sentence with formulas."""
     text = plain_boxes(BEFORE.sub("", tidy(text.strip())))
     text = unwrapped(", ".join(box.strip() for box in last_boxes(text)) or text)
     if said := _in_words(text):

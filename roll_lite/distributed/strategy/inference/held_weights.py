@@ -20,8 +20,9 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""(experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj [experts, columns, rows]) of this worker's part
-of an expert layer."""
+"""Read this worker's part of an expert layer: (experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj
+[experts, columns, rows]).
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Layers:
     gather: Gather
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """Join a sharded tensor (collective). `copies`: workers that hold each shard; RuntimeError if they differ."""
+        """Join a sharded tensor (collective). `copies`: number of workers that hold each shard; RuntimeError if the copies differ."""
         if self.workers == 1:
             return part
         parts = self.gather(part.contiguous(), dim).chunk(self.workers, dim)
@@ -107,8 +108,9 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return, for each matrix fused in the module, its rows on this worker, and how many workers hold them (several for replicated key and
-    value heads)."""
+    """For each matrix fused in the module, return its rows on this worker, and the number of workers that hold these rows (several for
+    replicated key and value heads).
+    """
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

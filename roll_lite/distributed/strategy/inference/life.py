@@ -29,7 +29,7 @@ class EngineState(StrEnum):
     """Weights that need a complete update."""
     CACHE_OFFLOADED = "cache offloaded"
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """Weights, and perhaps the KV cache, are away."""
+    """Weights, and perhaps the KV cache, are offloaded."""
     DEAD = "dead"
 
 
@@ -42,7 +42,7 @@ class EngineEvent(StrEnum):
     """Announce an update; replaces an earlier announcement."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """Note a failed bucket transfer: the old weights are intact unless a bucket was loaded."""
+    """Record a failed bucket transfer. The old weights are intact unless a bucket was loaded."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -83,10 +83,13 @@ class EngineLife:
         self.paused = False
         self.away: set[EngineMemory] = set()
         self.blank = False
-        """True after an offload that dropped the weights, until a complete update."""
+        """True after an offload that dropped the weights. A complete update sets it to False."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
-        """True if the engine process has paused generation; None: unknown, during or after a cancelled call to pause or resume it."""
+        """True if the engine process has paused generation.
+
+        None (unknown): during a call to pause or resume, or after the call was cancelled.
+        """
         self.version = 0
         self._make = make
         self._died = asyncio.Event()

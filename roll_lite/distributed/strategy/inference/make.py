@@ -18,7 +18,7 @@ class EnginePart(Protocol):
     def name(self) -> str: ...
 
     def check_version(self) -> object:
-        """RuntimeError if the engine is missing or its version unsupported."""
+        """Raise RuntimeError if the engine is missing or its version is unsupported."""
 
     async def start(self) -> list[int]: ...
 
@@ -63,7 +63,7 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """TransferError if a weight transfer failed."""
+        """Call all workers. Raise TransferError if a weight transfer failed."""
         ...
 
     async def renew(self, version: int) -> None:

@@ -25,7 +25,7 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """NotInstalled if no distribution is installed (`remedy`: advice), RuntimeError if unsupported."""
+    """Return the installed version. Raise NotInstalled (with `remedy` as advice) if there is none, RuntimeError if it is unsupported."""
     low, high = supported
     for name in distributions:
         try:
@@ -58,7 +58,7 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """None: the rest of GPU memory. `given`: configured size."""
+    """KV cache size; None: the rest of GPU memory. `given`: configured size."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 

@@ -20,11 +20,11 @@ ASK_S = 1.0
 LISTEN_S = 0.25
 # In-process compilation is not detected, but is shorter.
 LATE = 0.5
-"""Fraction of the limit after which the watch looks for running compilers. Time during compilation does not count."""
+"""Fraction of the limit after which the watch checks for running compilers. Compilation time does not count."""
 SLOWER = 4.0
 """Minimum ratio of the limit to the longest step so far."""
 FIRST_STEPS = 40.0
-"""Factor of the limit until the first response has ended: kernels are compiled until then."""
+"""The limit is multiplied by this until the first response has ended, because kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
@@ -39,7 +39,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer()`: waits for the engine's loop. `is_compiling()`: called only if the answer is late."""
+        """`answer()` returns once the engine's loop replies. `is_compiling()` is called only if the reply is late (LATE)."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling
@@ -54,7 +54,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Ignore time in which the engine takes no steps."""
+        """Ignore the block's time: the engine takes no steps."""
         self._suspended += 1
         try:
             yield

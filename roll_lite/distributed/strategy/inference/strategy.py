@@ -49,7 +49,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Name -> shape of the tensors that weight updates send: the checkpoint's, or only adapters."""
+        """Name -> shape of the tensors that weight updates send: all tensors of the checkpoint, or only adapters."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -222,7 +222,7 @@ class EngineStrategy(InferenceStrategy):
         self.life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """An update's first bucket freezes the engine until the update is complete."""
+        """Receive and load a bucket. An update's first bucket freezes the engine until the update is complete."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -243,7 +243,7 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Keep the old weights or, if some are overwritten, stay frozen."""
+        """After a broken update, keep the old weights or, if some are overwritten, stay frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine in an unknown state must not continue
@@ -322,7 +322,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call. Raises if the state forbids the event."""
+        """Hold the lock during a call. Raise an error if the engine's state forbids the event."""
         self._require(event)
         async with self._order:
             self._require(event)

@@ -58,8 +58,10 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: facts that loading compares. `writer`: writes the tensors to
-    STATE_FOLDER. Return this rank's files."""
+    """Save a checkpoint to a shared folder (collective) and return this rank's files.
+
+    `model`: facts compared on loading. `writer`: writes the tensors to STATE_FOLDER.
+    """
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -83,7 +85,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
+    """Raise ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -93,7 +95,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Megatron checks that the common state is equal on all ranks, but the optimizer's differs."""
+    """Remove the optimizer's state: Megatron checks that the common state is equal on all ranks, but this differs."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -152,7 +154,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """None if fewer ranks saved. ValueError if the file is lost."""
+    """Return this rank's file; None if fewer ranks saved. Raise ValueError if the file is lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -210,7 +212,7 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Save strategy that writes from this process. Megatron's own forks, which can hang with threads of Ray, gloo and CUDA."""
+    """Save strategy that writes from this process. Megatron's own strategy forks, which can hang with threads of Ray, gloo and CUDA."""
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -239,8 +241,10 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: tensor names in the checkpoint; float32
-    weights that it lacks are removed."""
+    """Return (container, key) of each tensor to load in the nested optimizer state.
+
+    `stored`: tensor names in the checkpoint; float32 weights missing there are removed.
+    """
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):

@@ -111,7 +111,10 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Save by a background process. `files`: this rank's; those already written are only flushed and recorded. `finish` is collective."""
+    """Save by a background process.
+
+    `files`: files of this rank; those already written are only flushed and recorded. `finish` is collective.
+    """
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -1,5 +1,7 @@
-"""Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules. EXPECTED: module -> number of rewrites; if
-upstream has changed and it differs, the import fails."""
+"""Make Megatron-Core run without CUDA: `install()` adds an import hook that rewrites modules.
+
+EXPECTED maps modules to their number of rewrites. If upstream has changed and the number differs, the import fails.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +146,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the rewritten source; cache its bytecode apart from Python's own .pyc, which holds the original's."""
+        """Compile the rewritten source. Its bytecode is cached apart from Python's own .pyc, which holds the original's bytecode."""
         source = self.get_data(self.path)
         cache = cache_from_source(self.path, optimization="roll0lite")
         key = sha256(source + repr((fullname, self.path, _REWRITES, EXPECTED)).encode()).digest()

@@ -50,7 +50,7 @@ class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
     Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
-    use is even. Rows count as a whole: micro-batches and ranks do not change the loss.
+    use is even. It is computed over whole rows, so micro-batches and ranks do not change it.
     """
 
     def __init__(self, coef: float) -> None:
@@ -71,7 +71,10 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's load-balancing loss (summed over rows). Return its share of the training objective: times coef / rows."""
+        """Record a layer's load-balancing loss (summed over rows).
+
+        Return its share of the training objective: the loss times coef / rows.
+        """
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 

@@ -15,12 +15,12 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads, without its division by the token count: loss weights include that."""
+    """Call Megatron's finalize_model_grads without its division by the token count, which loss weights include."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches without gradients. The last pipeline stage returns each `on_head(stage output, input)`, others []."""
+    """Run micro-batches without gradients. The last pipeline stage returns the results of `on_head(stage output, input)`, others []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -80,8 +80,10 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks; wait for the device once. Context-parallel ranks have equal sums: averaging
-    over them makes a NaN or infinity on one known to all."""
+    """Sum metrics over micro-batches and data-parallel ranks; wait for the device once.
+
+    Context-parallel ranks have equal sums. They are averaged, so that all ranks see the NaN or infinity of one.
+    """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -26,12 +26,12 @@ from roll_lite.models.hf_fields import architecture
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 CutChange = Callable[[torch.Tensor], torch.Tensor]
-"""Change a rank's shard before export, e.g. merge an adapter; not in place."""
+"""Function that changes a rank's shard before export (e.g. merges an adapter), not in place."""
 Write = Callable[[Path, bytes], None]
 OF_TORCH = {"format": "pt"}
 FILE_BYTES = 4 << 30
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Weight files; other files of the model's folder are copied."""
+"""Name endings of weight files. Other files of the model's folder are copied."""
 
 
 def read_parameter(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -66,7 +66,10 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Buckets have at most `bucket_bytes`, unless one tensor is larger, and one dtype: they are gathered as one tensor."""
+    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor.
+
+    A bucket has at most `bucket_bytes`, unless a tensor is larger.
+    """
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -85,10 +88,10 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Return the buckets of all owners in turn, so that one gathers its bucket while engines load the previous owner's.
+    """Return the buckets of all owners in turn, so that an owner gathers its bucket while engines load the previous owner's.
 
-    With several `expert_owners`, an engine keeps a layer's experts until all owners have sent theirs. Then one bucket of each owner makes
-    `bucket_bytes` (or one layer's experts, if larger), and buckets end with a layer.
+    With several `expert_owners`, an engine keeps a layer's experts until all owners have sent theirs. Therefore one bucket of each owner
+    together makes `bucket_bytes` (or one layer's experts, if larger), and buckets end with a layer.
     """
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
@@ -101,7 +104,7 @@ def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_o
 
 
 def _layer(expert: _Described) -> str:
-    """Prefix that a layer's experts share; empty if the tensor is no expert's."""
+    """Return the name prefix that a layer's experts share; empty for other tensors."""
     prefix, experts, _ = expert[0].partition(".experts.")
     return prefix if experts else ""
 
@@ -158,8 +161,10 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: over ranks that share a
-        key/value head."""
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v).
+
+        `joined`: result of `_join_shared`.
+        """
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
@@ -217,8 +222,10 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder (collective). Return this rank's files. `source`: the model's folder. `read`: a parameter's values.
-    `write`: a file's bytes."""
+    """Write a Hugging Face folder (collective) and return this rank's files.
+
+    `source`: the model's folder. `read`: returns a parameter's values. `write`: writes a file's bytes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}

@@ -44,7 +44,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """ValueError for a wrong shape or dtype. `by`: origin of the expected shapes."""
+        """Raise ValueError for a wrong shape or dtype. `by`: source of the expected shapes, for the message."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -58,8 +58,11 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """`value_init`: "actor" leaves the value head at zero; None: language model. `key`: YAML path of `folder`. ValueError for missing,
-    unknown and misshapen tensors."""
+    """Load this rank's weights.
+
+    ValueError for missing, unknown and misshapen tensors. `value_init`: "actor" leaves the value head at zero; None: language model. `key`:
+    YAML path of `folder`.
+    """
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
@@ -105,7 +108,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """`sharing`: number of ranks that share a key/value head and read the same shard."""
+    """Read this rank's shard. `sharing`: number of ranks that share a key/value head and read the same shard."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)

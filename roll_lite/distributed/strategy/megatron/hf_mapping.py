@@ -1,7 +1,7 @@
 """Table that maps Megatron tensors to Hugging Face tensors.
 
-Tensor parallelism shards each Hugging Face tensor evenly along one dimension; a rank's Megatron tensor joins its shards of one or more
-tensors.
+Tensor parallelism shards a Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins its shards of one or more Hugging
+Face tensors.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ EXPERT = "<expert>"
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Name without `decoder.layers.<n>.` in entries of LAYER."""
+    """Name, in entries of LAYER without `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
-    """Names without `model.layers.<n>.` in entries of LAYER."""
+    """Names, in entries of LAYER without `model.layers.<n>.`."""
     cut: int | None
     """Sharded dimension; None if replicated."""
     layout: Layout = Layout.PLAIN
@@ -39,7 +39,7 @@ class Entry:
     """True if dimension 0 is the vocabulary, padded to equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     fused: str | None = None
-    """Parameter name with Transformer Engine's layers, if different."""
+    """Parameter name in Transformer Engine's layers, if it differs."""
 
     @property
     def of_experts(self) -> bool:
@@ -47,7 +47,10 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """`among`: the model's parameter names, which decide between `megatron` and `fused`. `layer`, `expert`: local numbers."""
+        """Return the parameter's name.
+
+        `layer`, `expert`: local numbers. `among`: the model's parameter names; they decide between `megatron` and `fused`.
+        """
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -115,7 +118,7 @@ FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
+"""The name is that of Hugging Face's sequence classification with one label, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,10 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards: more than 1 only for q, k and v
-    if there are fewer key/value heads than ranks."""
+    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards.
+
+    It is more than 1 only for q, k and v if there are fewer key/value heads than ranks.
+    """
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

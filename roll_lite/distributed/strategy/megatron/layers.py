@@ -1,4 +1,6 @@
-"""Decoder layers from Megatron's and torch's modules or from Transformer Engine's, with our attention over packed rows and value head."""
+"""Decoder layers built from Megatron's and torch's modules or from Transformer Engine's, with our attention over packed rows and our value
+head.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig
 
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""torch 2.11 neither has nor needs this argument for grouped-query attention."""
+"""Argument for grouped-query attention; torch 2.11 neither has nor needs it."""
 
 
 def has_fused_kernels() -> bool:
@@ -38,7 +40,7 @@ def has_fused_kernels() -> bool:
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper refuses."""
+    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper does not allow."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
@@ -88,7 +90,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention. In varlen_attn's `window_size`, -1 means all earlier tokens, 0 no later ones."""
+        """Flash attention. `window_size` (tokens before, tokens after): -1 means all earlier tokens, 0 no later ones."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         key_starts = rows.starts if rows.key_starts is None else rows.key_starts
         sizes = rows.most_tokens, rows.most_keys
@@ -124,7 +126,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] -> [N], in float32 since values are regression outputs."""
+        """Return values, [N, hidden] -> [N], in float32 because they are regression outputs."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)
 
 
@@ -151,11 +153,14 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Layers for GPUs: one kernel computes all experts. Unusable with adapters, which hook into each expert's layers."""
+"""Layers for GPUs: one kernel computes all experts. Adapters, which hook into each expert's layers, cannot use them."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """ValueError if Transformer Engine is requested but unusable."""
+    """Choose the layer classes.
+
+    "auto": Transformer Engine's, if installed, on a GPU and without adapters. ValueError if the requested classes are unusable.
+    """
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

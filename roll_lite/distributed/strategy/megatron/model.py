@@ -25,7 +25,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Step of rotary embedding lengths: Megatron then caches only a few."""
+"""Rotary embedding lengths are multiples of this, so that Megatron caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
@@ -95,7 +95,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 class RollModel(GPTModel):
-    """Pipeline stage or virtual-pipeline chunk. The last returns, at N requested positions, hidden states [N, hidden] or values [N]."""
+    """Pipeline stage or virtual-pipeline chunk. At N requested positions, the last one returns hidden states [N, hidden] or values [N]."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
@@ -125,7 +125,7 @@ class RollModel(GPTModel):
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens]: this context-parallel rank's. positions [N]: tokens that need a result."""
+        """input_ids [1, tokens]: tokens of this context-parallel rank. positions [N]: tokens that need a result."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
             # Recomputed layers get gradients only if their input requires one; frozen embeddings do not.
@@ -146,7 +146,7 @@ class RollModel(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V/tp, hidden], of a language model's last stage."""
+        """Weight of the output layer [V/tp, hidden], on a language model's last stage."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
@@ -159,7 +159,7 @@ def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    """Set weight attributes that Megatron always reads, but sets only in some cases."""
+    """Set weight attributes that Megatron always reads but sets only in some cases."""
     for binding in bindings:
         weight: Any = binding.parameter
         # Megatron sets these only when it initializes weights. Without them the gradient norm counts a sharded weight on tensor rank 0

@@ -49,8 +49,11 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """`columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense
-    models. `record`: record expert choices."""
+    """Build the inputs of all micro-batches.
+
+    `columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense models.
+    `record`: record expert choices.
+    """
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.tokens_divisor, device, columns, ends)
@@ -76,7 +79,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, tokens_divisor: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Build one micro-batch's input, on the host to avoid device synchronization."""
+    """Build one micro-batch's input on the host, which avoids waiting for the device."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -114,7 +117,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Convert the last stage's result (values, or hidden states) to padded columns, 0 outside the response mask."""
+    """Convert the last stage's result (values or hidden states) to padded columns, which are 0 outside the response mask."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -151,8 +154,10 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank its own tokens'
-    gradients."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks.
+
+    In the backward pass, each rank gets its own tokens' gradients.
+    """
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

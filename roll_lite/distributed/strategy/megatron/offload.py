@@ -1,7 +1,7 @@
 """Offload weights, gradients and optimizer state to the host.
 
-Offloading empties storages in place, so views stay valid. Loads run on their own stream; `require` makes computation wait for them. Host
-copies are reused until the state changes.
+Storages are emptied in place, so views stay valid. Loads run on their own stream; `require` makes computation wait for them. Host copies
+are reused until the state changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Return bytes freed ("freed") and copied to the host ("out"): not gradients, nor state with a valid copy."""
+        """Offload groups.
+
+        Return bytes freed ("freed") and copied to the host ("out"). Gradients, and state with a valid copy, are not copied.
+        """
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -118,7 +121,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """List the group's storages. A shared one belongs to its first group in StateGroup's order."""
+        """List the group's storages. A storage that groups share belongs to the first of them in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

@@ -19,9 +19,9 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import current_device
 
 FUSED_ON = ("cuda",)
-"""Device types on which torch's AdamW is one fused kernel. On others, its temporaries take 4 bytes per weight."""
+"""Device types on which torch's AdamW is one fused kernel. Elsewhere, its temporary tensors take 4 bytes per weight."""
 STRETCH = 4096
-"""Number of squares that a CPU sums in float32; these sums are added in float64."""
+"""Number of squares that a CPU sums in float32, before adding the sum in float64."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create Adam's moments before the first step: memory use is then known and a checkpoint can be loaded."""
+        """Create Adam's moments before the first step, so that memory use is known and a checkpoint can be loaded."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -77,7 +77,7 @@ class Optimizer:
         self.complete_states()
 
     def _state_without_parameters(self, part: Any) -> dict[str, Any]:
-        """Replace Megatron's method, which fails for a part without parameters on this rank."""
+        """Return the state of a part without parameters on this rank, where Megatron's method fails."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
@@ -158,7 +158,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Compute in float64, without waiting for the device."""
+    """Sum the squares of all tensors in float64, without waiting for the device."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.
@@ -179,7 +179,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make Megatron use torch's Adam instead of Transformer Engine's or Apex's, which update on the device."""
+    """Make Megatron use torch's Adam. Transformer Engine's and Apex's would update on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
 
@@ -191,7 +191,7 @@ class Staged:
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step`: moments and update on the host; copies overlap with updates."""
+    """Replacement of torch AdamW's `step`, with moments and update on the host. Copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam

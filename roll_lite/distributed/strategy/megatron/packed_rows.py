@@ -11,11 +11,13 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Layout of this rank's packed tokens, in place of Megatron's PackedSeqParams."""
+    """Layout of this rank's packed tokens; replaces Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Run-length encoded pieces, which are rows or, with context parallelism, this rank's parts of rows: (number of adjacent equal pieces,
-    tokens per piece, tokens that a piece's last token attends to)."""
+    """Run-length encoded pieces: (number of adjacent equal pieces, tokens per piece, tokens that a piece's last token attends to).
+
+    A piece is a row or, with context parallelism, this rank's part of a row.
+    """
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -26,17 +28,18 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: the tokens that each piece attends to, piece by piece, as indices into the gathered tokens of all context-parallel
-    ranks. None without context parallelism."""
+    """[total] int64: for each piece in turn, the tokens that it attends to, as indices into the gathered tokens of all context-parallel
+    ranks. None without context parallelism.
+    """
     key_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: start of each piece's tokens in `key_index`, then its length."""
+    """[pieces + 1] int32: start of each piece's tokens in `key_index`, then the length of `key_index`."""
     routes: Routes | None = None
     # With "thd", Megatron would split tokens by row in every layer and wait for the device.
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """`padding`: the last row is padding."""
+        """Build the layout of rows. `padding`: the last row is padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -75,8 +78,10 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end: this
-    balances causal attention."""
+    """Split of a sequence over context-parallel ranks.
+
+    Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end, which balances causal attention.
+    """
 
     tokens: int
     rank: int

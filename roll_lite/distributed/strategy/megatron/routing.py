@@ -10,13 +10,14 @@ from megatron.core import parallel_state
 
 EXPERTS = "experts"
 REPLAYED = ("old_experts", "rollout_experts")
-"""Batch columns with routes to replay; at most one per batch."""
+"""Batch columns with routes (expert choices) to replay; at most one per batch."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Expert choices of this rank's tokens in a micro-batch. They travel with it: layers may be recomputed and pipeline stages interleave
-    micro-batches, which Megatron's RouterReplay does not support."""
+    """Expert choices of this rank's tokens in a micro-batch, kept with it because layers may be recomputed and pipeline stages interleave
+    micro-batches. Megatron's RouterReplay supports neither.
+    """
 
     places: torch.Tensor
     """[tokens] int64: index of each of this rank's tokens in the whole micro-batch."""
@@ -32,7 +33,7 @@ class Routes:
 
 
 class ChosenExperts:
-    """Expert choices of one router and micro-batch, in place of Megatron's RouterReplay."""
+    """Expert choices of one router and micro-batch; replaces Megatron's RouterReplay."""
 
     def __init__(self, given: torch.Tensor | None) -> None:
         self.given = given
@@ -45,8 +46,10 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]. Scores come from the router even for replayed ids: it gets
-        gradients."""
+        """Return (scores, expert ids), both [tokens, experts per token].
+
+        Scores come from the router even for replayed ids, so that it gets gradients.
+        """
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -56,7 +59,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Count replayed choices, and replayed choices that differ from the router's own."""
+        """Count replayed choices, and those of them that differ from the router's own choice."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

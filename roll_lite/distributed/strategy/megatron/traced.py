@@ -50,10 +50,10 @@ class RankMemory:
     update: int = 0
     forward: int = 0
     inputs: int = 0
-    """Input tensors of one micro-batch. A pass holds those of all its micro-batches."""
+    """Input tensors of one micro-batch. A pass holds the inputs of all its micro-batches."""
     kv_cache: int = 0
     send_buffers: int = 0
-    """Kept between weight updates, even if the role is offloaded."""
+    """Buffers kept between weight updates, even if the role is offloaded."""
 
 
 class StorageMeter(TorchDispatchMode):
@@ -90,7 +90,7 @@ class _TracedStrategy(MegatronStrategy):
         """Skip loading: fake tensors hold no weights."""
 
     def state(self) -> tuple[int, int, int]:
-        """Bytes of (weights, gradients, optimizer). A shared storage counts only in the first of these."""
+        """Return the bytes of (weights, gradients, optimizer). A shared storage counts only once."""
         sizes: dict[int, int] = {}
         totals = []
         for group in StateGroup:
@@ -175,7 +175,7 @@ def _alone(devices: int, rank: int, on_gpu: bool) -> Iterator[None]:
             return preprocess(*args)
 
     def evenly(hf: Any) -> dict[str, Any]:
-        """Send equally many tokens to every expert: fake tensors have no counts."""
+        """Return routing that sends equally many tokens to every expert, because fake tensors have no counts."""
         even = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
         return {**experts_config(hf), **even} if hf.experts is not None else {}
 

@@ -14,14 +14,14 @@ FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike -inf, the difference of two is not NaN."""
+"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64. Unlike with -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
-    """Share of the vocabulary (V/tp rows of the output weight) on this rank, and the softmax at N positions.
+    """Share of the vocabulary on this rank (V/tp rows of the output weight), and the softmax at N positions.
 
-    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
-    besides the target, padded with -1; a row of only -1, or None, means no truncation.
+    `share`: words per rank. `vocab_size`: words without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax
+    keeps besides the target, padded with -1. A row of only -1, or None, means no truncation.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Vocabulary:
             yield block, logits
 
     def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
-        """logits / temperatures - sum of shifts (each [N]), float32; DROPPED outside the softmax. May overwrite the logits."""
+        """Return logits / temperatures - sum of shifts (each [N]) in float32; DROPPED outside the softmax. May overwrite the logits."""
         scaled = logits.float()
         torch.addcmul(-shift[:, None], scaled, self.inverse_temperatures[:, None], out=scaled)
         for further in shifts:
@@ -70,7 +70,7 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [N, 1]: each target's column in the block (0 if outside), and whether it is inside."""
+        """Return (column of each target in the block, 0 if outside; whether the target is inside), both [N, 1]."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
@@ -86,8 +86,10 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, with z = logit / temperature - its maximum. Added up block by block, then over
-    ranks."""
+    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, with z = logit / temperature - its maximum.
+
+    They are added up block by block, then over ranks.
+    """
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -124,8 +126,10 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, collected block by block; None if not needed. That of hidden states is this rank's
-    partial sum."""
+    """Gradients of hidden states and output weight, added up block by block; None if not needed.
+
+    The gradient of hidden states is this rank's partial sum.
+    """
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

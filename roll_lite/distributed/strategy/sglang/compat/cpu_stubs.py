@@ -24,7 +24,7 @@ class _Anything:
 
 
 class _StandIn(ModuleType):
-    """Dummy module in which every name exists: capitalized ones are classes, others are modules usable as decorators."""
+    """Dummy module in which every name exists. Capitalized names are classes; others are modules usable as decorators."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton then finds no active driver

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Prompt tokens decoded together with the response's first tokens: a token's text may depend on earlier ones."""
+"""Number of prompt tokens decoded together with the response's first tokens, because a token's text may depend on earlier tokens."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -48,8 +48,8 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Convert sampling parameters.
 
-    SGLang takes top_k 1 as greedy decoding, and reports log-probs without truncation. Sampling with top_k 1, whose log-prob must be 0, is
-    requested as min_p 1 instead. To report which tokens truncation kept, SGLang needs a top_k: if none is set, the vocabulary size.
+    SGLang takes top_k 1 as greedy decoding and reports its log-probs without truncation. Sampling with top_k 1, whose log-prob must be 0,
+    is therefore requested as min_p 1. To report which tokens truncation kept, SGLang needs a top_k; the default is the vocabulary size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:
@@ -123,8 +123,10 @@ def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | No
 
 
 class StopText:
-    """Incremental detokenizer that finds stop strings. A character of several tokens appears with the last one; special tokens have no
-    text."""
+    """Incremental detokenizer that finds stop strings.
+
+    The text of a character with several tokens appears at its last token. Special tokens have no text.
+    """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], overlap: int = 0) -> None:
         """`overlap`: number of tokens at the prompt's end that belong to a resumed response."""
@@ -137,7 +139,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens generated so far; negative while a resumed response's tokens are added."""
+        """Tokens read since the request started. Negative while the constructor reads tokens that were generated before a resume."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

@@ -131,7 +131,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Abort requests and report all their tokens; for re-queued ones, SGLang reports only streamed tokens."""
+        """Abort requests and report all their tokens. Of re-queued requests, SGLang itself reports only streamed tokens."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -142,7 +142,7 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Sleep while paused; the loop would otherwise use a whole core."""
+        """Sleep while paused, because the loop would otherwise use a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 
@@ -247,7 +247,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Restrict SGLang's native expert code to this worker's experts: others' id -1 would be used as an index."""
+    """Wrap SGLang's CPU code for experts so that it skips experts on other workers. Their id is -1, which it would use as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

@@ -48,7 +48,7 @@ def _tags(parts: Collection[EngineMemory]) -> list[str]:
 
 
 def launch(start: Start) -> Any:
-    """Launch an engine, or a multi-node engine's part on this node. Only the first node has a tokenizer manager."""
+    """Launch an engine, or this node's part of a multi-node engine. Only the first node has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
 
     from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
@@ -168,7 +168,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Send a request to SGLang's scheduler, then set `dispatched`, for which an abort waits."""
+        """Send a request to SGLang's scheduler, then set `dispatched`: an abort waits for this event."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -211,7 +211,7 @@ class EngineServer:
             await self._continue_scheduler()
 
     async def _stop_scheduler(self) -> None:
-        """Pause the scheduler. SGLang's own pause would later admit requests in no fixed order."""
+        """Pause the scheduler. SGLang's own pause would afterwards admit requests in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._all_dispatched()
@@ -243,7 +243,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers, in a thread: it may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers. It runs in a thread, because it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:

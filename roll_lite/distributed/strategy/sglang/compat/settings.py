@@ -166,8 +166,10 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """ValueError if the longest request does not fit into the KV cache: SGLang would cut its response. SGLang keeps one page and one token
-    free."""
+    """Raise ValueError if the longest request does not fit into the KV cache, because SGLang would cut its response.
+
+    SGLang keeps one page and one token free.
+    """
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -202,7 +204,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """First exception in the engine's log, in one line; later ones are consequences."""
+    """Return the first exception in the engine's log, in one line; later ones are consequences."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

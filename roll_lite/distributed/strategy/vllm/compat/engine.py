@@ -73,8 +73,10 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine, or the first node's part of a multi-node one. Once it is dead, vLLM's calls except `generate` and `abort` never
-    return."""
+    """vLLM engine, or the first node's part of a multi-node engine.
+
+    After its death, calls to vLLM except `generate` and `abort` never return.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -89,7 +91,7 @@ class VllmEngine(VllmProcesses):
         await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
 
     async def start(self) -> list[int]:
-        """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
+        """Start the engine. Blocks the event loop, because processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         restore_stop_overlap(self._running.output_processor)
@@ -194,8 +196,9 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with `cache_stays`,
-        the cache is dropped and allocated again. On a CPU only the cache is freed."""
+        """Offload by calls to workers, because vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with
+        `cache_stays`, the cache is dropped and allocated again. On a CPU only the cache is freed.
+        """
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()

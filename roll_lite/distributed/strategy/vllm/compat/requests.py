@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ADAPTERS = 1
 STOP_IDS = 120
-"""Maximum `stop_token_ids` with `min_tokens`. vLLM's GPU sampler has room for 128, end tokens included; more kill the engine."""
+"""Maximum `stop_token_ids` with `min_tokens`. vLLM's GPU sampler has room for 128, including end tokens; with more, the engine dies."""
 
 
 def adapters_request() -> LoRARequest:
@@ -33,7 +33,7 @@ def adapters_request() -> LoRARequest:
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """`alternatives`: number of likeliest tokens whose log-probs are returned."""
+    """Convert sampling parameters. `alternatives`: number of likeliest tokens whose log-probs are returned."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -60,7 +60,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Return the prompt in the only form that vLLM handles without a thread, which keeps requests in order."""
+    """Return the prompt as vLLM's tokens_input. vLLM processes other forms in a thread, so requests could change order."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -74,8 +74,11 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """`version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find kept_ids. `experts`: None
-    to omit expert choices."""
+    """Convert a final output.
+
+    `version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find kept_ids. `experts`: None to
+    omit expert choices.
+    """
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -101,8 +104,11 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Return the number of accepted draft tokens. `steps[n]`: steps that accepted n tokens. At most length - 1: the last step may accept
-    tokens after the response's end."""
+    """Return the number of accepted draft tokens.
+
+    `steps[n]`: number of steps that accepted n tokens. At most length - 1, because the last step may accept tokens after the response's
+    end.
+    """
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 
@@ -138,8 +144,10 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in a resumed response's earlier tokens. These end the prompt, and the detokenizer starts with
-    them."""
+    """Make vLLM find stop strings that begin in a resumed response's earlier tokens.
+
+    The detokenizer then starts with these tokens, which end the prompt.
+    """
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

@@ -72,7 +72,7 @@ WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExte
 
 
 FP8 = "fp8_per_channel"
-"""Quantization of 16-bit checkpoints; vLLM 0.32 reserves `fp8` for checkpoints already in fp8."""
+"""Quantization of 16-bit checkpoints. In vLLM 0.32, `fp8` means checkpoints already in fp8."""
 
 
 def check_version() -> str:
@@ -106,8 +106,10 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    """Return the maximum tokens per forward pass. On a CPU the longest prompt must fit: chunked prefill rewinds the request's random
-    generator, which kills the engine."""
+    """Return the maximum tokens per forward pass.
+
+    On a CPU the longest prompt must fit: chunked prefill would rewind the request's random generator, which kills the engine.
+    """
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 

@@ -126,7 +126,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Checksums in the given dtypes. Collective."""
+        """Return checksums in the given dtypes (collective)."""
         held = _held(self, names, shapes)
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -140,7 +140,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel map global to local expert ids; without this, it would read out of bounds."""
+    """Make vLLM's CPU kernel map global to local expert ids; otherwise it would read out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -158,7 +158,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Make vLLM choose its expert kernel as without LoRA: engines get no expert adapters."""
+    """Make vLLM choose its expert kernel as if LoRA were off: engines get no expert adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -169,7 +169,7 @@ def _experts_without_adapters() -> None:
 
 
 def _check_drafts_correctly() -> None:
-    """Repair vLLM's speculation on CPUs: temperature and top_p get lost in an integer copy, top_k fails in steps without drafts."""
+    """Repair vLLM's speculative decoding on CPUs: temperature and top_p get lost in an integer copy, top_k fails in steps without drafts."""
     truncate = rejection_sampler.apply_top_k_top_p
 
     def expand(settings: torch.Tensor, ends: torch.Tensor, _: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _pack_lm_head_again(model: torch.nn.Module) -> None:
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop expert kernels: vLLM's reload then rebuilds them with the new weights."""
+    """Drop expert kernels, so that vLLM's reload rebuilds them with the new weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -209,7 +209,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, a permutation of each expert's entries, found by packing row and column numbers, digit by digit."""
+    """Undo packing, which permutes each expert's entries. The permutation is found by packing row and column numbers, digit by digit."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
