@@ -68,9 +68,9 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token or, in sequence-level losses, the sequence; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its range, so the token has no gradient.
+    """bool: the ratio is below its range and has no gradient.
 
-    In cispo and topr, the token keeps its gradient and its weight was raised to the lower bound.
+    In cispo and topr, tokens keep their gradient, and the weight was raised to its lower bound.
     """
     clipped_high: torch.Tensor
     """bool: like clipped_low, for a ratio above its range. In cispo and topr, the weight was lowered to the upper bound."""
@@ -327,11 +327,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the loss weight [B] of one policy token in each row.
-
-    `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty rows and rows with train_weight 0 have weight 0 and are not
-    counted; other train_weights multiply the weight. `constant` (Dr. GRPO): a token's weight is 1 / (rows * constant).
-    """
+    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty
+    rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` (Dr. GRPO): a token weighs 1
+    / (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -28,9 +28,7 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Treatment of weights when engines offload. with_copy: move them to host memory. without_copy: discard them, since the trainer sends them
-after every load.
-"""
+"""Weights when engines offload. with_copy: moved to host memory. without_copy: discarded, since the trainer sends them after every load."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +223,8 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Return the required divisor of a micro-batch's tokens: context parallelism cuts them into two chunks per rank, sequence parallelism
-    each chunk over the tensor-parallel ranks.
+    """Divisor of a micro-batch's tokens: context parallelism cuts them into two chunks per rank, sequence parallelism each chunk over the
+    tensor-parallel ranks.
     """
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
@@ -358,8 +356,9 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Return the samples of a batch in which domains with the most samples per prompt have as many prompts as possible: up to two more than
-    their average, unless it is a whole number.
+    """Return the most samples in a batch.
+
+    Domains with the most samples per prompt get up to two prompts more than their average, unless it is a whole number.
     """
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}

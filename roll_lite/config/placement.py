@@ -88,8 +88,7 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
     """Return role -> number of devices.
 
-    A role without `devices` gets the highest number in its group. If there is none, it gets 1 or, with `has_whole_cluster` and without
-    judges, all devices.
+    A role without a number gets its group's highest; if there is none, 1 or, with `has_whole_cluster` and without judges, all devices.
     """
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
@@ -98,11 +97,8 @@ def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_wh
 
 
 def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
-    """Choose `wanted` devices that are not `taken`, in blocks (tensor-parallel groups).
-
-    A block is on one node if it fits, else split equally over few nodes. If too few devices are free, the result exceeds the last device,
-    which a later check reports.
-    """
+    """Choose `wanted` devices that are not `taken`, in blocks (tensor-parallel groups): each on one node if it fits, else split equally
+    over few nodes. If too few are free, the result exceeds the last device, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
@@ -138,10 +134,7 @@ def _parts(text: str) -> tuple[int, int, int]:
 
 
 def _changed(config: RunConfig, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> RunConfig:
-    """Set the roles' device numbers.
-
-    Under a preset, roles that share devices also get `offload: true`, unless they set it or are always in use.
-    """
+    """Set the devices. Under a preset, roles that share devices get `offload: true`, unless they set it or are always in use."""
     staying = {f"reward_models.{name}" for name in config.reward_models if config.rollout.supply != "sync"}
     staying |= set(TRAINING_ROLES if config.rollout.stream_log_probs else ())
     update: dict[str, Any] = {}

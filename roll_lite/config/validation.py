@@ -204,7 +204,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Return the `name` that selects the class; DOTTED_PATH if the class takes any dotted path."""
+    """Return the `name` of the class; DOTTED_PATH if it takes any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -243,7 +243,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Return the section classes allowed at a path, the default first."""
+    """Sections allowed at a path, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))

@@ -137,7 +137,6 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """Return the last exception in the rank's log that is not a reference to a "root cause above"."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -80,7 +80,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Return the result if ready, else None. A rank's error is raised here; a rank's death is raised only by the next wait."""
+        """Return the result if ready, else None. A rank's error is raised here, its death only by the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -165,7 +165,6 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 
 
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Wait up to `timeout_s`; return the ready references. Raise the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
         ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]

@@ -50,7 +50,7 @@ LONGEST_BASE = 40
 """Maximum length of the temporary folder's path. Ray appends up to 64 characters; a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Keep Ray from printing errors of calls whose result is not awaited, such as calls to a replaced engine."""
+"""Keep Ray from printing errors of calls that are not awaited, such as a replaced engine's."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -156,7 +156,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: of the cluster that `ray start` recorded, otherwise of the only cluster on this machine.
+    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only one on this machine.
 
     Private clusters of runs do not count.
     """
@@ -222,8 +222,10 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """Keep ray.init from starting dashboard, autoscaler and log monitor. There are no settings: with include_dashboard=False, the dashboard
-    still starts and ray.init waits for it."""
+    """Keep ray.init from starting dashboard, autoscaler and log monitor.
+
+    With include_dashboard=False, it would still start the dashboard and wait for it.
+    """
     parameter, services = ray._private.parameter, ray._private.services
     before = parameter.RayParams, services.start_api_server
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
@@ -239,10 +241,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap dead processes inherited from killed workers.
-
-    `own`: children of this process right after Ray's start; other code reaps these.
-    """
+    """Reap dead processes inherited from killed workers. `own`: this process's children right after Ray's start, which other code reaps."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -300,10 +299,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver.
-
-    On a cluster started elsewhere, no process has the mark, and the guard only records a killed driver's death.
-    """
+    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver. On a
+    cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

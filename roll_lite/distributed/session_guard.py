@@ -25,19 +25,14 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD.
-
-    With its subreaper, Ray 2.60 ignores SIGCHLD, and subprocess then reports exit code 0 for every child. Adopted orphans stay zombies
-    under the default handling.
-    """
+    """Restore the default handling of SIGCHLD. Ray 2.60 with its subreaper ignores it, so that subprocess reports exit code 0 for every
+    child. Adopted orphans then stay zombies."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of this user's processes that belong to the session.
-
-    They have its mark in their environment; Ray's workers, whose process title may have overwritten the environment, have open files in its
-    folder.
+    """Return the pids of the session's processes of this user: those with its mark in their environment, and Ray's workers with open files
+    in its folder, since process titles may overwrite the environment.
     """
     wanted = f"{MARK}={mark}".encode()
     found = []

@@ -1,4 +1,4 @@
-"""Base classes of workers. torch is imported only when needed, since its import takes seconds."""
+"""Base classes of workers. torch is imported only when needed, since that takes seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Base of workers with synchronous methods, which run one at a time, not on the main thread.
+    """Worker whose methods run one at a time, not on the main thread.
 
     A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
     """
@@ -104,7 +104,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Return the rank's layout; None: each rank is a data-parallel rank."""
+        """Parallel layout; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     # ------------------------------------------------------------ watch
@@ -114,7 +114,7 @@ class Worker:
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Return node and pid. Also used as the heartbeat."""
+        """Return node and pid; also the heartbeat."""
         return Place.here()
 
     def stand(self) -> Stand:
@@ -198,9 +198,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return the number of the last collective begun in each process group, and descriptions of the last unfinished ones.
-
-    These are needed because GPU collectives are launched early and do not block the process.
+    """Return the number of the last collective begun in each process group, and descriptions of unfinished ones, since GPU collectives are
+    launched early and need not block the process.
     """
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
@@ -222,7 +221,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Return stack traces, without Ray's and idle threads."""
+    """Stack traces, without Ray's and idle threads."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

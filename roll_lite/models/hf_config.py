@@ -180,7 +180,6 @@ _MANY = 10_000
 
 
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
-    """Return a positive integer field, or the default if missing or null."""
     value = raw.get(name)
     if value is None and default is not None:
         return default
@@ -220,7 +219,6 @@ def sliding_window(raw: Mapping[str, Any]) -> int | None:
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Number of key/value heads: the family's default if missing, `heads` if null."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 
@@ -233,7 +231,6 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    """Build an HfConfig; missing fields get transformers' defaults."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")

@@ -114,7 +114,6 @@ def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
 
 
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
-    """Check the architecture's name, by which vLLM and SGLang choose the model's code."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
         known = [architecture(family, head) for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):

@@ -27,7 +27,7 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests. The tests get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
@@ -187,7 +187,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Recreate the program's exception, as the first class of its MRO that exists in this process."""
+    """Recreate the program's exception, as the first class of its MRO that exists here."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

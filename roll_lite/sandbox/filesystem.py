@@ -73,7 +73,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (paths below which nothing is hidden, folders that contain hidden paths and may only be listed)."""
+    """Return (paths with nothing hidden inside, folders that contain hidden paths and may only be listed)."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -143,7 +143,7 @@ def _make_target(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """True if the folder is within the limits. Files may vanish meanwhile and are skipped, since the program may still run."""
+    """True if the folder is within the limits. Files that the running program removes meanwhile are skipped."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:
@@ -170,7 +170,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. The folder is held open, so that no symlink can replace it."""
+    """List a folder while the program may still run. It is held open: no symlink can replace it."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"

@@ -217,9 +217,9 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Allow system calls only if their first argument is process id 0 or `own_pid`.
+    """Allow calls only for process id 0 or `own_pid` as first argument.
 
-    `calls`: call numbers (x86_64, aarch64); `column`: index of this machine in them.
+    `calls`: call numbers (x86_64, aarch64); `column`: this machine's index in them.
     """
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]

@@ -27,7 +27,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds at the last sample, by (pid, start time). For a child that its parent never waits for, this is the only record."""
+        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
@@ -96,7 +96,7 @@ class Usage:
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
         """True if the program's folder exceeds a limit (with namespaces, the kernel enforces it).
 
-        Measured only if free disk space has changed by more than a quarter of the limit. A rise counts too, as deletions by others can hide
+        Measured only if free disk space has changed by more than a quarter of the limit; even after a rise, as others' deletions can hide
         writes.
         """
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:

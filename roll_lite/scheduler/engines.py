@@ -62,7 +62,6 @@ class Collected:
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
     def with_blocks(self, blocks: Sequence[Any]) -> Collected:
-        """Replace block numbers by the blocks."""
         return replace(self, turns=_with_blocks(self.turns, blocks), parts=_with_blocks(self.parts, blocks))
 
 
@@ -90,9 +89,9 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Concatenate all tokens of a request: earlier turns, prompt and response pieces (`parts`).
+        """Concatenate all tokens of a request: earlier turns, prompt, response pieces (`parts`).
 
-        Raises ConnectionError if a process that held some tokens is gone.
+        ConnectionError if a process that held tokens is gone.
         """
 
     @abstractmethod

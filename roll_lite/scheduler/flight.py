@@ -214,10 +214,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress since the request reached its engine.
-
-        `done`: decrease of the remaining load. `grown`: change of the expected length.
-        """
+        """Report progress since the request reached its engine. `done`: decrease of remaining load. `grown`: change of expected length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown

@@ -98,9 +98,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of the
-        total.
-        """
+        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of all."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -255,7 +253,6 @@ class RolloutService:
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
     def close(self) -> None:
-        """Abort everything in flight and admit nothing more."""
         closed = RuntimeError("the rollout service is closed")
         self._break_off(closed)
         if self._validation is not None:
@@ -273,9 +270,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return current tokens and scores of the samples that were undelivered in `state` (an earlier result of `state_dict`), by group
-        number and index.
-        """
+        """Return current tokens and scores of samples that were undelivered in `state` (an earlier `state_dict`), by group number and
+        index."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

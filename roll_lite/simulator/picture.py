@@ -16,7 +16,7 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Phases: training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Maximum number of request slots drawn as a row each. With more, each engine has one row, paler the fewer requests run."""
+"""Maximum request slots for a row per slot. With more, each engine has one row, paler the fewer requests run."""
 COLUMNS = 1400
 
 
@@ -115,7 +115,6 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
-    """Mix the colours of each engine's running requests over time."""
     amount = np.zeros((rows, COLUMNS + 1, 4))  # changes by column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:

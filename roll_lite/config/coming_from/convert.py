@@ -88,7 +88,7 @@ class Conversion:
             self.told.append(Problem(setting.key, message, setting.value, f"{self._file}:{setting.line}"))
 
     def _write(self, setting: Setting, entry: dict[str, Any], name: str) -> str:
-        """Write a converted setting to the configuration. Return an error message or ""."""
+        """Convert a setting. Return an error message or ""."""
         value, words, targets, failure = setting.value, entry.get("words"), entry["to"], ""
         if isinstance(targets, str):
             targets = {targets: entry.get("value", "value")}
@@ -193,10 +193,8 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays: lists of (word, line number).
-
-    All branches of conditions are read, except `npu)` in a `case`, which is for other hardware.
-    """
+    """Split a shell script into commands and arrays: lists of (word, line number). All branches of conditions are read, except `npu)` in a
+    `case`, for other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array, is_skipped = "", False, False
@@ -230,8 +228,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and $((...)) in shell text. A variable that the script does not set becomes its default or ${oc.env:NAME}. Other
-    $(...) becomes the text "$(...)", and $@ becomes empty."""
+    """Expand variables and $((...)) in shell text. A variable that the script does not set becomes its default or ${oc.env:NAME}."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

@@ -44,7 +44,7 @@ ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang"
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks share a process group, so that a single rank cannot be replaced."""
+    """True if all ranks share a process group: none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -55,7 +55,7 @@ def build_model(spec: ModelSpec) -> ForwardStrategy:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """Build an engine, importing only its package: vLLM and SGLang cannot be installed together."""
+    """Import only one engine: vLLM and SGLang cannot be installed together."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.strategy import EngineStrategy
@@ -98,7 +98,6 @@ ROLLOUT_ENGINE_SETTINGS = {
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each engine argument that is reserved, unknown, or has its own configuration key."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (
@@ -131,9 +130,9 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Parse field names of classes in an installed package, since importing takes seconds.
+    """Parse field names of an installed package, since importing takes seconds.
 
-    `places`: (file pattern, class name or None for all). Empty if a file or class is missing.
+    `places`: (file pattern, class name or None for all). Empty if one is missing.
     """
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

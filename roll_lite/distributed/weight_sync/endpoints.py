@@ -187,11 +187,11 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank.
+    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
 
-    Gathering is collective, so even a rank that sends nothing makes the same calls. An engine worker on a training rank's GPU gets all
-    tensors from that rank, so a bucket's owner broadcasts the bucket to the other training ranks. Trainers and engines on shared GPUs then
-    need no common NCCL group: in one, kernels of two processes of a GPU would wait for each other.
+    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts it to the other training
+    ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would wait for
+    each other.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -299,7 +299,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Return checksums in the dtype sent. Collective over training ranks."""
+        """Checksums in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -309,7 +309,6 @@ class WeightSender:
         }
 
     def _gathered(self, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield (bucket number, tensors) for buckets that contain any of `names`; None: all."""
         assert self._export is not None, "export_plan() comes first"
         for bucket in self._export.buckets():
             number = bucket[0].bucket
@@ -324,10 +323,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Weight receiver of an engine worker. Arguments are plain types, so that the engine's RPC can send them."""
+    """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, staged: bool = False) -> None:
-        """`staged`: `load` only stores tensors, and `finish` changes the model."""
+        """`staged`: `load` only stores tensors; `finish` changes the model."""
         self._staged = staged
         self._transport: TransportReceiver | None = None
         self._begun = False
@@ -352,8 +351,8 @@ class WeightReceiver:
     ) -> None:
         """Receive one bucket and load it while the following one is in flight.
 
-        `begin(again)` is called at an update's first bucket; `again` is True if the previous update failed halfway. The bucket is loaded
-        only if `all_workers_ok(ok)` returns True, that is, if all workers pass True.
+        `begin(again)` is called at an update's first bucket; `again`: the previous update failed halfway. The bucket is loaded only if
+        `all_workers_ok(ok)` returns True: all workers pass True.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -388,7 +387,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """End the update: `put_in_place` changes the model. Return seconds by phase."""
+        """Change the model by `put_in_place`. Return seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

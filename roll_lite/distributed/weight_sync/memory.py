@@ -22,7 +22,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class ExportedMemory(NamedTuple):
-    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
@@ -54,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """CUDA IPC exports, one for each reader, because torch counts one reader per export."""
+    """CUDA IPC exports, one per reader: torch counts one reader per export."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -151,7 +151,7 @@ _COUNTER = slice(11, 13)
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Function that opens a segment by (handle, reader index). Raises OSError if the segment is out of reach."""
+"""Open a segment by (handle, reader index). Raise OSError if it is out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

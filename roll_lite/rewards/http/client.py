@@ -1,5 +1,3 @@
-"""HTTP client for JSON services: load balancing, retries, and no secrets in messages."""
-
 from __future__ import annotations
 
 import asyncio
@@ -29,10 +27,7 @@ ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
 
 
 def _is_set(variable: str) -> str:
-    """Return the variable's name.
-
-    Raise ValueError if it is not set. Messages omit the name, because a user may have entered the key itself.
-    """
+    """Return the name of a variable that is set, else ValueError. Messages omit the name: a user may have entered the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -84,7 +79,7 @@ class ServiceRefused(ResponseSuspected):
 
 
 class _Failed(Exception):
-    """Failure of one request.
+    """Failed request.
 
     `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause that the service asks for.
     """
@@ -99,14 +94,14 @@ class _Url:
     url: str
     requests: int = 0
     failures: int = 0
-    """Consecutive failures. A failed URL gets no request until `rests_until`, then one request at a time."""
+    """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Return a sort key: available URLs come first, then those with the fewest requests.
+        """Sort key: available URLs first, then those with the fewest requests.
 
         Ties are random, so that workers do not all begin with the same URL.
         """
@@ -125,10 +120,8 @@ class HttpClient:
         self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL, without secrets.
-
-        Raise ServiceRefused if the service rejects `payload`, RewardFailed if all attempts fail.
-        """
+        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`; RewardFailed if all
+        attempts fail."""
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:
@@ -197,7 +190,7 @@ def _backoff(failures: int) -> float:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Remove the key from a text, because services may echo it."""
+    """Hide the key in a text: services may echo it."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):

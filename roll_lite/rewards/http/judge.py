@@ -41,7 +41,7 @@ End your reply with a line of its own, either "Verdict: yes" or "Verdict: no".""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
-"""Minimum temperature when the judge is asked again: greedy sampling would repeat its answer."""
+"""Minimum temperature when asking again: greedy sampling would repeat the answer."""
 SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 
@@ -206,11 +206,10 @@ colon, and Thai and Lao, which have no full stop."""
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return value and text of the judge's own verdict, not of a quoted one.
+    """Return value and text of the judge's own verdict, not a quoted one; None without a verdict, or if the search takes too long.
 
-    None if there is no verdict or the search takes too long. With `pattern`, the verdict is the first group of its last match, or the whole
-    match; otherwise, the last line ("Verdict: yes") or a final JSON object. `choices` gives the verdict's value. Without `choices`, the
-    verdict is a number, which `scale` maps to 0..1.
+    With `pattern`, the verdict is the first group of its last match, or the whole match; otherwise the last line ("Verdict: yes") or a
+    final JSON object. `choices` gives the verdict's value; without `choices`, it is a number, which `scale` maps to 0..1.
     """
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}

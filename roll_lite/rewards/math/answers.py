@@ -45,10 +45,7 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer; "" if there is none.
-
-    `in_words`: the reference is in words, so return the text up to the end of its line instead of a formula.
-    """
+    """Return the answer, or "". `in_words`: the reference is in words, so return text up to the end of its line, not a formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]
@@ -116,10 +113,9 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return the words of at least `shortest` letters, and Chinese characters.
+    """Return the words of at least `shortest` letters and the Chinese characters, except function names and LaTeX commands.
 
-    Names of functions and LaTeX commands are excluded. Unless `shortest` is 2, "and", "for" and alphabet runs are excluded too: xyz may be
-    a product.
+    Unless `shortest` is 2, "and", "for" and alphabet runs are excluded too: xyz may be a product.
     """
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]

@@ -30,7 +30,7 @@ PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Pattern of reference answers that are refused: several parts, (a) ... (b) ..., or a label, since (B) 12 would be read as a product."""
+"""Pattern of refused reference answers: several parts, (a) ... (b) ..., or a label, since (B) 12 would be read as a product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -211,8 +211,6 @@ def _shown(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
-    """Parse a reference answer. Cached, since all samples of a group have the same."""
-
     def read() -> Reference:
         gold = _read_reference(text)
         if not (gold.parsed or gold.words or gold.items or written_form(gold.text)):

@@ -15,7 +15,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable with the hosting process's pid. When this process ends, the engine's processes end too."""
+"""Environment variable: pid of the hosting process. When it ends, the engine's processes end too."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -116,7 +116,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Start a thread that waits for the end of process `pid` and then calls `act`.
+    """Wait in a thread for the end of process `pid`, then call `act`.
 
     If the hosting process has ended too, first remove the engine's scratch folder.
     """

@@ -54,7 +54,7 @@ class StepWatch(Heartbeat):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Ignore the block's time: the engine takes no steps."""
+        """Ignore time in which the engine takes no steps."""
         self._suspended += 1
         try:
             yield

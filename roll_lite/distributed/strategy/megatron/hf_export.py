@@ -1,5 +1,3 @@
-"""Export of the model as full Hugging Face tensors, gathered one bucket at a time."""
-
 from __future__ import annotations
 
 import json
@@ -66,7 +64,7 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor.
+    """Group tensors into buckets of one dtype, as a bucket is gathered as one tensor.
 
     A bucket has at most `bucket_bytes`, unless a tensor is larger.
     """

@@ -1,5 +1,3 @@
-"""Load Hugging Face checkpoints; each rank reads only its shards."""
-
 from __future__ import annotations
 
 import json
@@ -44,7 +42,7 @@ class HfCheckpoint:
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """Raise ValueError for a wrong shape or dtype. `by`: source of the expected shapes, for the message."""
+        """Raise ValueError for a wrong shape or dtype. `by`: source of the expected shapes."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):

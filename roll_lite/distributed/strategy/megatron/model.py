@@ -146,7 +146,7 @@ class RollModel(GPTModel):
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """Weight of the output layer [V/tp, hidden], on a language model's last stage."""
+        """Output weight [V/tp, hidden], on a language model's last stage."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight

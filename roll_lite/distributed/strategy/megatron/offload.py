@@ -39,10 +39,7 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Offload groups.
-
-        Return bytes freed ("freed") and copied to the host ("out"). Gradients, and state with a valid copy, are not copied.
-        """
+        """Offload. Return bytes freed ("freed") and copied to the host ("out"). Gradients, and state with a valid copy, are not copied."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -121,7 +118,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """List the group's storages. A storage that groups share belongs to the first of them in StateGroup's order."""
+        """List the group's storages. A shared one belongs to its first group in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

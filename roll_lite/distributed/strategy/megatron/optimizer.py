@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create Adam's moments before the first step, so that memory use is known and a checkpoint can be loaded."""
+        """Create Adam's moments before the first step: memory use is then known and a checkpoint can be loaded."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -158,7 +158,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum the squares of all tensors in float64, without waiting for the device."""
+    """Sum squares in float64, without waiting for the device."""
     if device.type == "cpu":
         # torch on a CPU sums float32 in eight running sums: the norm of 10^7 entries is 0.1% too small, that of 10^9 almost 2%. Sums of
         # short stretches, added in float64, are exact enough and as fast.
@@ -191,7 +191,7 @@ class Staged:
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step`, with moments and update on the host. Copies overlap with updates."""
+    """Replacement of torch AdamW's `step`: moments and update on the host; copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam
