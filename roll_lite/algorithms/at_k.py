@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels: the response has no answer; the reward function extracts none."""
+"""Sentinels: the response has no answer; the reward function extracts no answers."""
 
 
 def every_k(most: int) -> list[int]:

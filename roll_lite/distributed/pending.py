@@ -35,7 +35,7 @@ DUMP_SECONDS = 0.5
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref`: None if the rank is already lost; a list for several results."""
+        """`ref`: reference to the call's result; None if the rank is already lost; a list for several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
         """References to further results: they stay in the object store even if the rank dies."""
         self.group = group

@@ -25,8 +25,10 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD. Ray 2.60 with its subreaper ignores it, so that subprocess reports exit code 0 for every
-    child. Adopted orphans then stay zombies."""
+    """Restore the default handling of SIGCHLD.
+
+    Ray 2.60 with its subreaper ignores SIGCHLD, so that subprocess reports exit code 0 for every child. Adopted orphans then stay zombies.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

@@ -56,7 +56,7 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Worker whose methods run one at a time, not on the main thread.
+    """Base class whose methods run one at a time, not on the main thread.
 
     A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
     """

@@ -1,5 +1,3 @@
-"""Check a model's tensors and token ids, from safetensors headers and tokenizer files."""
-
 from __future__ import annotations
 
 import hashlib

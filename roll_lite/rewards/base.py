@@ -137,7 +137,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call. RewardFailed: the whole call failed, score each sample alone."""
+        """Score a list in one call. Raise RewardFailed if the whole call fails; the samples must then be scored alone."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:

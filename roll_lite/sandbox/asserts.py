@@ -187,7 +187,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Recreate the program's exception, as the first class of its MRO that exists here."""
+    """Recreate the program's exception, as the first class of its MRO that exists in this process."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

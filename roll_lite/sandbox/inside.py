@@ -187,7 +187,6 @@ def compare(kinds: list[str], *values: Any) -> Any:
 
 
 def _compared(kind: str, first: Any, second: Any) -> Any:
-    """Compare two values. Two objects of the program must also have equal state."""
     if kind in ("In", "NotIn"):
         return _holds(second, first) == (kind == "In")
     own = _has_own_comparison(first), _has_own_comparison(second)

@@ -63,7 +63,7 @@ class Isolation:
 
 
 def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
-    """Isolate this process by the strongest kind, up to `wanted`. A pid namespace takes effect at the next fork."""
+    """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))

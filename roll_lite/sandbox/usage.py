@@ -52,7 +52,7 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: of the first process."""
+        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: pid of the first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now

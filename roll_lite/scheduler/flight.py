@@ -169,7 +169,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, including the present engine's. `tokens` covers only earlier engines: the present one's are not yet joined."""
+        """Response so far, on all engines. Its `tokens` cover only earlier engines: the current engine's are joined later."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 

@@ -7,7 +7,7 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
-"""Ends of groups. The prompt of a stale or dropped group starts again."""
+"""Ways in which groups end. The prompt of a stale or dropped group starts again."""
 LONGEST_CAUSE = 200
 
 

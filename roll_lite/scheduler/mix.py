@@ -152,7 +152,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch: prompts of later batches start again."""
+        """Return the state after the last requested batch: after a resume, prompts of later batches start again."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

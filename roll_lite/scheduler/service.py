@@ -19,7 +19,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number, including failed samples, for dumps."""
+    """Groups sorted by number, including failed samples, for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RolloutService:
         self._left_out: list[SampleGroup] = []
         self._handed_out: list[SampleGroup] = []
         self._ledger: list[dict[str, Any]] = []
-        """Lines from a resumed checkpoint, returned with the first batch."""
+        """Ledger lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -114,7 +114,6 @@ class RolloutService:
             self._left_out.append(group)
 
     def _break_off(self, error: BaseException) -> None:
-        """Make this and later calls of `next_batch` fail."""
         self._error = self._error or error
         self._changed.set()
 

@@ -66,7 +66,9 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Time, summed over domains, without prompts for later batches because a batch or more of the domain's samples waited for scores."""
+    """Time, summed over domains, in which no prompts for later batches started, because a batch or more of the domain's samples waited for
+    scores.
+    """
     early: int = 0
     exhausted: bool = False
 

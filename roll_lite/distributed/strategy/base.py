@@ -321,7 +321,7 @@ class InferenceStrategy(ABC):
         return ()
 
     async def preload(self) -> None:  # noqa: B027 (only saves time)
-        """Import the engine's package, which takes seconds, while others prepare."""
+        """Import the engine's package, which takes seconds, while other components start."""
 
     @abstractmethod
     async def initialize(self) -> None: ...

@@ -1,5 +1,3 @@
-"""Plan of weight updates: which training rank sends which tensors to which engine workers."""
-
 from __future__ import annotations
 
 import re

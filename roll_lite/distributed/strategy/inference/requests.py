@@ -19,7 +19,7 @@ WITHOUT_TEXT = 32
 """Tokens added to that overlap because special tokens and parts of characters have no text."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
-"""New tokens are reported at every fifth poll. If the engine dies, later ones are lost."""
+"""New tokens are reported at every fifth poll. If the engine dies, tokens after the last report are lost."""
 
 
 @dataclass(eq=False)

@@ -157,7 +157,7 @@ TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORC
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
     """Choose layer classes.
 
-    "auto": Transformer Engine's if installed, on a GPU and without adapters. ValueError if the requested ones are unusable.
+    "auto": Transformer Engine's if installed, on a GPU and without adapters. ValueError if requested but unusable.
     """
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:

@@ -207,7 +207,6 @@ class HostStep:
         return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:
-        """Move moments to (pinned) host memory, e.g. after loading a checkpoint."""
         for state in self._optimizer.state.values():
             for name in MOMENTS:
                 if not self._pin:
