@@ -164,7 +164,7 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Apply the domain's preset as defaults. If the domain sets `data.train`, the preset's training and validation files are ignored."""
+    """Apply the domain's preset as defaults. If the domain sets `data.train`, the preset's data files are ignored."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])
