@@ -66,7 +66,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """All members of a Fleet are dead. `place`: the member that died last."""
+    """Death of all members of a Fleet. `place`: the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
