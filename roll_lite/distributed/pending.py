@@ -221,7 +221,10 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if all members of its Fleet died and so ended it, of the last member to die."""
+    """Raise the failure of a dead rank.
+
+    If the rank ended because all members of its Fleet had died, raise the failure of the last member to die.
+    """
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

@@ -188,7 +188,6 @@ class SimulatedEngine:
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """End the engine. Unreported tokens are lost."""
         self._settle()
         self.dead = cause
         for run in self._running.values():
