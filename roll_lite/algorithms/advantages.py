@@ -180,10 +180,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return (reward - group mean) * n / m for n samples, of which m are in groups with unequal rewards: groups with equal rewards then do
-    not shrink the gradient. before_kl [N]: rewards compared for equality, because KL makes nearly all rewards differ. trains [N] bool:
-    samples that count in n and m.
-    """
+    """Return (reward - group mean) * n / m: n samples, m of them in groups with unequal rewards, so that groups of equal rewards do not
+    dilute the gradient. before_kl [N]: rewards compared for equality, since KL makes nearly all rewards differ. trains [N] bool: samples
+    that count in n and m."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains

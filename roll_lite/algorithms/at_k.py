@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""Sentinels: the response has no answer; the reward function extracts none."""
+"""Sentinels: the response has no answer; the reward function extracts no answers."""
 
 
 def every_k(most: int) -> list[int]:
@@ -19,10 +19,8 @@ def every_k(most: int) -> list[int]:
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Standard error of the mean of `correct`, clustered by prompt; NaN for one prompt.
-
-    With equally many samples per prompt, it is the standard deviation of the prompts' means, divided by the square root of the number of
-    prompts.
+    """Standard error of the mean of `correct`, clustered by prompt (with equally many samples per prompt: that of the prompts' means); NaN
+    for one prompt.
     """
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())

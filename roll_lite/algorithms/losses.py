@@ -327,11 +327,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the loss weight [B] of one policy token in each row.
-
-    `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty rows and rows with train_weight 0 have weight 0 and are not
-    counted; other train_weights multiply the weight. `constant` (Dr. GRPO): a token's weight is 1 / (rows * constant).
-    """
+    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty
+    rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` (Dr. GRPO): a token weighs 1
+    / (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -28,9 +28,7 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Treatment of weights when engines offload. with_copy: move them to host memory. without_copy: discard them, since the trainer sends them
-after every load.
-"""
+"""Weights when engines offload. with_copy: moved to host memory. without_copy: discarded, since the trainer sends them after every load."""
 
 
 @dataclass(frozen=True)

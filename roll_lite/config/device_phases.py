@@ -1,7 +1,7 @@
 """Tensors (weights, optimizer, KV cache, ...) that each role has on its devices in each phase.
 
-Before generation, engines load weights while the trainer's weights are loaded. Then the trainer sends and offloads its weights, and engines
-allocate the KV cache.
+Before generation, engines load weights while the trainer's are loaded; the trainer sends and offloads its weights; then engines allocate
+the KV cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Configurations with `mode: evaluate`.
-
-Settings that only training reads are removed before validation, so they may be missing or wrong.
-"""
+"""Configurations with `mode: evaluate`. Settings that only training reads are removed before validation: they may be missing or misfit."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
 
 def without_training(composed: Composed) -> Composed:
-    """Remove settings of training. If some domains have held-out prompts, also remove the domains without any."""
+    """Remove settings of training and, if some domains have held-out prompts, the domains without any."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
     sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}

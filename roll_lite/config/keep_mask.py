@@ -7,7 +7,7 @@ from typing import Protocol
 KEEP_LIMIT = 1024
 """Maximum log-probs that an engine reports per token."""
 TIE_ROOM = 8
-"""Tokens requested beyond top_k: engines keep all tokens that tie with the k-th, and ties are common in bfloat16."""
+"""Tokens requested beyond top_k: engines keep all that tie with the k-th, and ties are common in bfloat16."""
 
 
 class Truncation(Protocol):

@@ -36,10 +36,10 @@ def load_config(
     weights: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
-    """Load a configuration, shipped or in `folder`.
+    """Load a configuration, shipped or in `folder`. ConfigError lists all mistakes.
 
-    Raise a ConfigError that lists all mistakes. `files`: if False, neither read nor download models and data. `weights`: download missing
-    weights after all checks. `tell` receives notes.
+    `files`: if False, neither read nor download models and data. `weights`: download missing weights after all checks. `tell` receives
+    notes.
     """
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:

@@ -97,11 +97,8 @@ def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_wh
 
 
 def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
-    """Choose `wanted` devices that are not `taken`, in blocks (tensor-parallel groups).
-
-    A block is on one node if it fits, else split equally over few nodes. If too few devices are free, the result exceeds the last device,
-    which a later check reports.
-    """
+    """Choose `wanted` devices that are not `taken`, in blocks (tensor-parallel groups): each on one node if it fits, else split equally
+    over few nodes. If too few are free, the result exceeds the last device, which a later check reports."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

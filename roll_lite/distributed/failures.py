@@ -17,7 +17,10 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """A rank of a cluster raised an exception, died or timed out. The cluster's ranks have been killed, except after `pending.pause`."""
+    """A rank of a cluster raised an exception, died or timed out.
+
+    The cluster's ranks have been killed, except if `pending.pause` timed out.
+    """
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
         super().__init__(role, rank, phase, cause, retryable)
@@ -28,7 +31,7 @@ class RankFailed(RuntimeError):
         self.retryable = retryable
         """True if the rank died or hung: a restart may help."""
         self.where = ""
-        """" on ADDRESS" if the cluster has several nodes."""
+        """Suffix " on ADDRESS" of messages, if the cluster has several nodes."""
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
@@ -47,7 +50,7 @@ class RestartBudget:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Return True and count a restart, unless `name` had `restarts` of them within BUDGET_SECONDS."""
+        """Return True and count a restart, unless `name` already had `restarts` restarts within BUDGET_SECONDS."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
         if len(times) >= restarts:
@@ -63,7 +66,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """All members of a Fleet are dead. `place`: the member that died last."""
+    """Death of all members of a Fleet. `place`: the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -94,7 +97,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """True if the error may only follow from another rank's death: broken collectives raise RuntimeError or OSError."""
+    """True if another rank's death may have caused the error: broken collectives raise RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 

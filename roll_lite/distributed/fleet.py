@@ -103,7 +103,6 @@ class Fleet(Generic[M]):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Start all members in parallel. If one fails, kill all and raise its error."""
         starting = [asyncio.create_task(self._start(seat)) for seat in self._seats.values()]
         try:
             await asyncio.gather(*starting)

@@ -40,10 +40,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: timeout of an answer.
-
-        `pause_s`: pause after an answer. `look_s`: poll interval. While `is_busy()` is True, no question is asked.
-        """
+        """`limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy()`: ask nothing while
+        True."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -94,10 +92,7 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Describe a process stopped for longer than `limit_s`, if there is one.
-
-        Call every `look_s` seconds. `setting`: the limit's YAML path.
-        """
+        """Describe a process stopped for longer than `limit_s`. Call every `look_s` seconds. `setting`: the limit's YAML path."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:

@@ -35,7 +35,7 @@ DUMP_SECONDS = 0.5
 
 class Call:
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: Any, may_be_lost: bool = False) -> None:
-        """`ref`: None if the rank is already lost; a list for several results."""
+        """`ref`: reference to the call's result; None if the rank is already lost; a list for several results."""
         first, *self.kept = ref if isinstance(ref, list) else [ref]
         """References to further results: they stay in the object store even if the rank dies."""
         self.group = group
@@ -80,7 +80,7 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """Return the result if ready, else None. A rank's error is raised here; a rank's death is raised only by the next wait."""
+        """Return the result if ready, else None. A rank's error is raised here, its death only by the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -165,7 +165,6 @@ def pause(group: RankGroup, rank: int, waits_for: str) -> None:
 
 
 def _ready(refs: Sequence[ray.ObjectRef], timeout_s: float) -> list[ray.ObjectRef]:
-    """Wait up to `timeout_s`; return the ready references. Raise the failure of a dead or silent rank."""
     if silent := WATCH.silent():
         group, rank, seconds = silent
         ranks = [rank, *(other for other in range(len(group.actors)) if other != rank and not group.live_alone)]
@@ -222,7 +221,10 @@ def _end(group: RankGroup, failure: RankFailed) -> NoReturn:
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """Raise the failure of a dead rank or, if all members of its Fleet died and so ended it, of the last member to die."""
+    """Raise the failure of a dead rank.
+
+    If the rank ended because all members of its Fleet had died, raise the failure of the last member to die.
+    """
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):

@@ -213,10 +213,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers.
-
-    `room`: (Ray node, its free devices). `wanted`: node number -> number of devices.
-    """
+    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers. `room`: (Ray
+    node, its free devices); `wanted`: node number -> devices."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -266,7 +264,6 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    """Sort bundles by node and GPU: consecutive device numbers then share a node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]

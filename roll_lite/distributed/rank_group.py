@@ -1,4 +1,4 @@
-"""Ranks of one cluster (RankGroup), and the check for dead and silent ranks of all clusters (WATCH)."""
+"""Ranks of one cluster (RankGroup), and the watch for dead and silent ranks (WATCH)."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak references: dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak: dropping a cluster drops its actor handles, and Ray ends the actors."""
         self.overlooked: Sequence[str] = ()
         """Groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}

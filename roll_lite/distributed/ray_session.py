@@ -222,8 +222,10 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """Keep ray.init from starting dashboard, autoscaler and log monitor. There are no settings: with include_dashboard=False, the dashboard
-    still starts and ray.init waits for it."""
+    """Keep ray.init from starting dashboard, autoscaler and log monitor.
+
+    With include_dashboard=False, it would still start the dashboard and wait for it.
+    """
     parameter, services = ray._private.parameter, ray._private.services
     before = parameter.RayParams, services.start_api_server
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
@@ -239,10 +241,7 @@ def _children() -> list[int]:
 
 
 def _reap_orphans(own: Collection[int]) -> None:
-    """Reap dead processes inherited from killed workers.
-
-    `own`: children of this process right after Ray's start; other code reaps these.
-    """
+    """Reap dead processes inherited from killed workers. `own`: this process's children right after Ray's start, which other code reaps."""
     for pid in set(_children()).difference(own):
         with suppress(ChildProcessError):  # another thread was faster
             os.waitpid(pid, os.WNOHANG)
@@ -300,10 +299,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver.
-
-    On a cluster started elsewhere, no process has the mark, and the guard only records a killed driver's death.
-    """
+    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver. On a
+    cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

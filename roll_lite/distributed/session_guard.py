@@ -27,8 +27,7 @@ FOLDER_SECONDS = 1.0
 def keep_exit_codes() -> None:
     """Restore the default handling of SIGCHLD.
 
-    With its subreaper, Ray 2.60 ignores SIGCHLD, and subprocess then reports exit code 0 for every child. Adopted orphans stay zombies
-    under the default handling.
+    Ray 2.60 with its subreaper ignores SIGCHLD, so that subprocess reports exit code 0 for every child. Adopted orphans then stay zombies.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

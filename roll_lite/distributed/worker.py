@@ -1,4 +1,4 @@
-"""Base classes of workers. torch is imported only when needed, since its import takes seconds."""
+"""Base classes of workers. torch is imported only when needed, since that takes seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Worker whose methods run one at a time, not on the main thread.
+    """Base class whose methods run one at a time, not on the main thread.
 
     A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
     """
@@ -221,7 +221,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Return stack traces, without Ray's and idle threads."""
+    """Stack traces, without Ray's and idle threads."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

@@ -219,7 +219,6 @@ def sliding_window(raw: Mapping[str, Any]) -> int | None:
 
 
 def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
-    """Number of key/value heads: the family's default if missing, `heads` if null."""
     missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
     return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
 

@@ -111,7 +111,7 @@ def _changed(section: Any, path: str, value: Any) -> Any:
 
 
 def layout_problem(config: RunConfig, model: Architecture) -> str | None:
-    """Return a message if a parallel size does not divide the model."""
+    """Return a message if a parallel size does not divide the model's sizes."""
     for name, role in roles(config).items():
         strategy, trains = role.strategy, isinstance(role, ForwardRoleConfig)
         own = of_scorer(role.path) if isinstance(role, RewardModelConfig | JudgeServerConfig) else model
@@ -130,7 +130,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try layouts, estimated fastest first, until enough fit. Return plans for those."""
+    """Try layouts, estimated fastest first, until enough fit. Return their plans."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []

@@ -60,7 +60,7 @@ class StepTime:
     phases: Mapping[str, PhaseTime]
     scenario: Scenario
     engine_share: float
-    """Share of devices with which engines and trainers take equally long."""
+    """Share of devices for engines with which engines and trainers take equally long."""
 
     @property
     def estimate_s(self) -> float:

@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
-Samples that fail do not train. A sample may fail only because of the reference answer, a service or the machine. A bad response gets a low
-score instead: otherwise the policy could learn to have wrong responses left out.
+Failed samples do not train. Only the reference answer, a service or the machine may cause a failure; a bad response gets a low score:
+otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the data columns that the reward reads, by the argument that names them."""
+        """Return argument -> data columns that the reward reads."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -98,7 +98,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer in the form that `extract` requires. Return None if it is neither text nor number."""
+    """Write the answer in the form that `extract` requires. None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -137,7 +137,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call. RewardFailed: the whole call failed, so the caller must score each sample alone."""
+        """Score a list in one call. Raise RewardFailed if the whole call fails; the samples must then be scored alone."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
@@ -205,7 +205,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, bool, Score or dict of its fields to a Score. Raise RewardFailed for other types, infinity and NaN."""
+    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

@@ -1,5 +1,3 @@
-"""Control group (cgroup v2) of a sandbox, which counts and limits the resources of a program's processes."""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,7 +15,10 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group of a sandbox. Its files are opened early, because the isolated sandbox cannot reach them."""
+    """Control group (cgroup v2) of a sandbox, which counts and limits the resources of a program's processes.
+
+    Its files are opened early: the isolated sandbox cannot reach them.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -46,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU time since `begin`, without the time of this process, which is in the group too."""
+        """CPU time since `begin`, without this process, which is in the group too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -72,7 +73,7 @@ def die_first() -> None:
 
 
 def make_group() -> Group | None:
-    """Create a control group beside or below this process's group; None if forbidden."""
+    """Create a control group beside or below this process's; None if forbidden."""
     for parent in _parents():
         with contextlib.suppress(OSError):
             for old in claimed_by_none(parent, PREFIX):

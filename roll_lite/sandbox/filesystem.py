@@ -73,7 +73,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (paths below which nothing is hidden, folders that contain hidden paths and may only be listed)."""
+    """Return (paths with nothing hidden inside, folders that contain hidden paths and may only be listed)."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -170,7 +170,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. The folder is held open, so that no symlink can replace it."""
+    """List a folder while the program may still run. It is held open: no symlink can replace it."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"

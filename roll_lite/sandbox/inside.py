@@ -44,17 +44,14 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return names that these tests might patch: names of attributes that they assign, and all string constants (for `setattr`)."""
+    """Return names that these tests might patch: attributes they assign, and all string constants (for `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert guard functions.
-
-    Failed asserts are appended to `failed`, so that they count even if the program catches them.
-    """
+    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`: they count even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -106,7 +103,7 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__seen__", node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Record a failed assert before it raises, because the program may catch the exception."""
+        """Record a failed assert before it raises: the program may catch the exception."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -114,7 +111,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Fail the test if the `with` block did not run to its end, as a context manager of the program can suppress a failed assertion."""
+        """Fail the test if the `with` block did not run to its end: a context manager of the program can suppress a failed assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -146,7 +143,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generators that replace three builtins. A StopIteration from the program is then an error instead of the end of a loop."""
+"""Generators instead of three builtins: a StopIteration from the program is then an error, not the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -155,11 +152,8 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Wrap unittest's assert methods.
-
-    A failure then counts even if the program catches it, and objects of the program are equal only if their attributes are, whatever
-    `__eq__` says.
-    """
+    """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
+    attributes are, whatever `__eq__` says."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +187,6 @@ def compare(kinds: list[str], *values: Any) -> Any:
 
 
 def _compared(kind: str, first: Any, second: Any) -> Any:
-    """Compare two values. Two objects of the program must also have equal state."""
     if kind in ("In", "NotIn"):
         return _holds(second, first) == (kind == "In")
     own = _has_own_comparison(first), _has_own_comparison(second)
@@ -216,10 +209,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods of the program's classes, while a test runs.
-
-    Without them, an object that equals everything would pass `assert f(x) == 5`.
-    """
+    """Guards around operator methods of the program's classes, while a test runs: an object that equals everything would pass `assert f(x)
+    == 5`."""
 
     tests: Any = None
     failed: ClassVar[list[str]] = []
@@ -251,7 +242,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes, and return the value. These classes may be new."""
+    """Guard the operators of a value's class and of its items' classes, which may be new. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -371,7 +362,7 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """True if an operator is neither a Python function nor a C method of the same name, as in `__sub__ = float.__mul__`."""
+    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 

@@ -63,7 +63,7 @@ class Isolation:
 
 
 def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
-    """Isolate this process by the strongest kind, up to `wanted`. A pid namespace takes effect at the next fork."""
+    """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))
@@ -83,7 +83,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Say why a change to this process fails; empty if it works. A child process tries the change, because it cannot be undone."""
+    """Say why a change to this process fails; empty if it works. A child process tries it: it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -132,11 +132,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become NOBODY in a new user namespace.
-
-    Return False if user namespaces are impossible: programs must then start under another user id. Raise PermissionError if that is not
-    allowed either.
-    """
+    """Become NOBODY in a new user namespace. False if user namespaces are impossible: programs must then start under another user id.
+    PermissionError if that is not allowed either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

@@ -60,7 +60,7 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""One-byte orders to kill, pause or resume the running program.
+"""Orders, of one byte, to kill, pause or resume the running program.
 
 They are white space, because the reader of requests skips an order that arrives after the program's end.
 """

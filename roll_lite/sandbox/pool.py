@@ -94,7 +94,7 @@ class Outcome:
     exit: int
     """Exit status, or minus the signal's number."""
     stopped: str
-    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (the program killed its sandbox), or ""."""
+    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox), or ""."""
     stdout: bytes
     stderr: bytes
     result: bytes
@@ -211,7 +211,7 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience` seconds. Raise SandboxTrouble if the sandbox does not report the end."""
+        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report the end."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -414,7 +414,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If the sandbox dies again but can run a harmless program, the job is the cause."""
+        """Retry a job whose sandbox died. If it dies again but can run a harmless program, the job is the cause."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

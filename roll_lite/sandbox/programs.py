@@ -142,7 +142,7 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function several times, each in a child process, so that calls do not affect each other."""
+    """Call one function several times, each in a child process: calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
@@ -190,10 +190,7 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls.
-
-    Modules that either imports are loaded first, because the program could replace them later.
-    """
+    """Run the program, then answer the tests' calls. Modules imported by either are loaded first: later, the program could replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):

@@ -27,7 +27,7 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds at the last sample, by (pid, start time). For a child that its parent never waits for, this is the only record."""
+        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
@@ -52,7 +52,7 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: of the first process."""
+        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: pid of the first process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now

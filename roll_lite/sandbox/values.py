@@ -32,7 +32,7 @@ NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """Type name -> required type of the first argument. A number there could make a huge object."""
 ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments. Otherwise decoding could compute Fraction("1e99999999")."""
+"""Type name -> required type of all arguments: decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
 """Maximum items with the same hash in a decoded set or dict, against hash flooding."""
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Functions that read plain data by the built-in type's methods, ignoring overrides in subclasses."""
+"""Read plain data by the built-in type's methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
@@ -110,11 +110,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Inverse of `encode`.
-
-    Raise ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict views and numpy arrays become
-    lists.
-    """
+    """Inverse of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict views and
+    numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):

@@ -105,7 +105,7 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
 
 class Zygote:
     def __init__(self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None) -> None:
-        """`folder`: parent of the programs' folders; "" if namespaces are used."""
+        """`folder`: parent of the programs' folders; "" with namespaces."""
         self._line = line
         self._isolation = isolation
         self._readable = readable
@@ -266,7 +266,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the children of all threads of a process, because a child belongs to the thread that forked it."""
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

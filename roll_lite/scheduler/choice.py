@@ -1,5 +1,3 @@
-"""Chooses an engine for a request: the least loaded, unless another has the request's prefix cached."""
-
 from __future__ import annotations
 
 import heapq
@@ -34,7 +32,10 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """Chooses engines and keeps their loads. `most_requests`, `most_tokens`: limits per engine; None: unlimited."""
+    """Chooses the least loaded engine, unless another has the request's prefix cached.
+
+    `most_requests`, `most_tokens`: limits per engine; None: unlimited.
+    """
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests

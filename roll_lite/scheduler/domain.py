@@ -66,7 +66,7 @@ class Domain:
 class _PromptToStart:
     row: tuple[int, int]
     group: int | None = None
-    """Group number that the prompt had in the resumed checkpoint."""
+    """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
     """Batches that training had requested when `group` was admitted; the staleness of continued samples is measured from there."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class DomainScheduler:
         """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of the running group for which the batch waits, because the group would be too old for the next batch."""
+        """Number of the running group that the batch waits for: it would be too old for the next batch."""
 
     @property
     def running(self) -> int:
@@ -260,11 +260,8 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return the batch's `count` groups in order of admission; None if they are not ready.
-
-        The batch waits for running groups admitted before `minimum_admission_batch`, which are too old for the next batch: dropping slow
-        groups would favour short responses.
-        """
+        """Return the batch's `count` groups in order of admission; None if not ready. The batch waits for a running group admitted before
+        `minimum_admission_batch`, too old for the next batch: dropping slow groups would favour short responses."""
         if self._waits_for is not None and self._waits_for in self._running:
             return None
         if len(self._finished) < count and (self._running or self.owed):

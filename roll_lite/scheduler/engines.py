@@ -89,9 +89,9 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Concatenate all tokens of a request: earlier turns, prompt and response pieces (`parts`).
+        """Concatenate all tokens of a request: earlier turns, prompt, response pieces (`parts`).
 
-        Raises ConnectionError if a process that held some tokens is gone.
+        ConnectionError if a process that held tokens is gone.
         """
 
     @abstractmethod

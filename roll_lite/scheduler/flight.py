@@ -169,7 +169,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, including the present engine's. `tokens` covers only earlier engines: the present one's are not yet joined."""
+        """Response so far, on all engines. Its `tokens` cover only earlier engines: the current engine's are joined later."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -214,10 +214,7 @@ class Flight(Asked):
         self._report(self.cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """Report progress since the request reached its engine.
-
-        `done`: decrease of the remaining load. `grown`: change of the expected length.
-        """
+        """Report progress since the request reached its engine. `done`: decrease of remaining load. `grown`: change of expected length."""
         done += grown
         self._choice.report(self.engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown

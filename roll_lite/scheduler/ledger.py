@@ -7,7 +7,7 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
-"""Ways in which a group ends. Prompts of stale and dropped groups are started again."""
+"""Ways in which groups end. The prompt of a stale or dropped group starts again."""
 LONGEST_CAUSE = 200
 
 

@@ -93,10 +93,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started and whose number is below the limit of its domain in `most`.
-
-        Return (domain, number over all batches).
-        """
+        """Take the next planned group whose prompt has not started, and whose number is below its domain's limit in `most`. Return (domain,
+        number over all batches)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -154,7 +152,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last requested batch: prompts of later batches start again."""
+        """Return the state after the last requested batch: after a resume, prompts of later batches start again."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

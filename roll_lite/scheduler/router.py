@@ -1,5 +1,3 @@
-"""Router: decides which engine gets a request, and when. All domains share it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -221,7 +219,7 @@ class Router:
         return not self._engines_restart or all(engine.serves for engine in self.engines)
 
     async def drain(self, name: str, interrupt: bool = False) -> None:
-        """Stop sending to an engine, and remove it when idle. `interrupt`: abort its requests, which continue on other engines."""
+        """Stop sending to an engine, and remove it when idle. `interrupt`: abort its requests, which continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
         if interrupt:
             engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
@@ -362,7 +360,7 @@ class Wave:
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered. Return True if the request must start again. `is_lost`: the request's engine was lost."""
+        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)

@@ -119,7 +119,7 @@ class Conversation:
         return turn
 
     def _saved_turn(self, request: GenerationRequest, number: int, after: int | None) -> Turn | None:
-        """Return the saved response to the same request. After a request that differs from the saved one, saved responses are not used."""
+        """Return the saved response to the same request. After a request that differs, the saved responses are of no use."""
         saved = self._saved.pop(number, None)
         if saved is not None and (saved.after, saved.token_ids) == (after, request.prompt_ids):
             return saved.turn
@@ -213,7 +213,7 @@ def no_seeds(_: SampleId) -> None:
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. Raise RewardFailed on a failure, never return a score of zero."""
+        """Score a sample. RewardFailed on a failure, never a score of zero."""
         ...
 
     @property

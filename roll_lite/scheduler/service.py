@@ -19,7 +19,7 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """Groups by number, including failed samples, for dumps."""
+    """Groups sorted by number, including failed samples, for dumps."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
     ledger: list[dict[str, Any]] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RolloutService:
         self._left_out: list[SampleGroup] = []
         self._handed_out: list[SampleGroup] = []
         self._ledger: list[dict[str, Any]] = []
-        """Lines from a resumed checkpoint, returned with the first batch."""
+        """Ledger lines from a resumed checkpoint, returned with the first batch."""
         self._keep_left_out = keep_left_out
         self._loop = asyncio.get_running_loop()
         self._time = self._loop.time
@@ -98,9 +98,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of the
-        total.
-        """
+        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of all."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -116,7 +114,6 @@ class RolloutService:
             self._left_out.append(group)
 
     def _break_off(self, error: BaseException) -> None:
-        """Make this and later calls of `next_batch` fail."""
         self._error = self._error or error
         self._changed.set()
 
@@ -255,7 +252,6 @@ class RolloutService:
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
     def close(self) -> None:
-        """Abort everything in flight and admit nothing more."""
         closed = RuntimeError("the rollout service is closed")
         self._break_off(closed)
         if self._validation is not None:
@@ -273,9 +269,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return current tokens and scores of the samples that were undelivered in `state` (an earlier result of `state_dict`), by group
-        number and index.
-        """
+        """Return current tokens and scores of samples that were undelivered in `state` (an earlier `state_dict`), by group number and
+        index."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

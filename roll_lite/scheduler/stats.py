@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, get_origin, get_type_hi
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
-"""Causes of a group's staleness: it finished too late, or no batch had a place for it."""
+"""Causes of a group's staleness: it was unfinished, or no batch had a place for it."""
 
 
 @dataclass

@@ -1,7 +1,5 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training.
-
-A supply returns how many batches may start, given the numbers that training has requested and received.
-"""
+"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given the numbers that training
+has requested and received."""
 
 from __future__ import annotations
 

@@ -1,5 +1,3 @@
-"""Samples of unfinished groups in checkpoints, continued by a resumed run."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +40,7 @@ class SavedSample:
     attempt: int
     transcript: Transcript
     outcome: SampleOutcome | None = None
-    """None for a sample that waits for its score or, if its finish reason is ABORT, is still in its first response."""
+    """Outcome; None if the sample waits for its score or is still in its first response (finish reason ABORT)."""
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
@@ -74,10 +72,7 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save.
-
-    While its response is generated, its tokens are those of `request` (context and prompt) followed by those of `parts`.
-    """
+    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None

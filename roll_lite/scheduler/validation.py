@@ -1,5 +1,3 @@
-"""Validation: held-out prompts, generated and scored beside the training batches."""
-
 from __future__ import annotations
 
 import asyncio

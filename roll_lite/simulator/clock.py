@@ -54,6 +54,5 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _settle() -> None:
-    """Let scheduled callbacks start: closing the loop then cancels their tasks too."""
     for _ in range(5):
         await asyncio.sleep(0)

@@ -42,11 +42,8 @@ class EngineRates:
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Engine time of one response if `slots` requests always run.
-
-        It is 1/`slots` of each pass's fixed cost, plus the response's own arithmetic and cache reads, plus the prefill of `prefilled`
-        tokens.
-        """
+        """Engine time of one response if `slots` requests always run: 1/`slots` of each pass's fixed cost, its own arithmetic and cache
+        reads, and the prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -191,7 +188,6 @@ class SimulatedEngine:
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """End the engine. Unreported tokens are lost."""
         self._settle()
         self.dead = cause
         for run in self._running.values():

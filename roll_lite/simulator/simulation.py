@@ -66,7 +66,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Time, summed over domains, in which a domain started no prompts for later batches because a batch or more of its samples waited for
+    """Time, summed over domains, in which no prompts for later batches started, because a batch or more of the domain's samples waited for
     scores.
     """
     early: int = 0

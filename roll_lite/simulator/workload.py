@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity, so that all scenarios have the same."""
+"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity: equal in all scenarios."""
 
 from __future__ import annotations
 

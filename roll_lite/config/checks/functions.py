@@ -61,10 +61,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Return the syntax tree of what a dotted path names, following assignments and imports.
-
-    Return None if only running the code could tell. Raise ValueError if the path is missing or unreadable.
-    """
+    """Return the syntax tree of what a dotted path names, following assignments and imports. None if only running the code could tell.
+    ValueError if it is missing or unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -98,7 +96,7 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
 
 
 def _located(module_name: str) -> ModuleSpec:
-    """Locate a module without importing its parents. Raise ValueError if it is missing."""
+    """Locate a module without importing its parents; ValueError if missing."""
     top, *below = module_name.split(".")
     try:
         spec = find_spec(top)

@@ -193,10 +193,8 @@ def _value(text: str) -> Any:
 
 
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays: lists of (word, line number).
-
-    All branches of conditions are read, except `npu)` in a `case`, which is for other hardware.
-    """
+    """Split a shell script into commands and arrays: lists of (word, line number). All branches of conditions are read, except `npu)` in a
+    `case`, for other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
     before, is_array, is_skipped = "", False, False
@@ -230,8 +228,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """Expand variables and $((...)) in shell text. A variable that the script does not set becomes its default or ${oc.env:NAME}. Other
-    $(...) becomes the text "$(...)", and $@ becomes empty."""
+    """Expand variables and $((...)) in shell text. A variable that the script does not set becomes its default or ${oc.env:NAME}."""
 
     def value(match: re.Match[str]) -> str:
         total, name, default = match.groups()

@@ -32,7 +32,7 @@ class Composed:
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """Paths of missing, unreadable or unresolvable values. If a file is unreadable, the root () is included."""
+    """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
     """Path -> (text in the file, value), for values that contain environment variables."""
@@ -164,7 +164,7 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Apply the domain's preset as defaults. If the domain sets `data.train`, the preset's training and validation files are ignored."""
+    """Apply the domain's preset as defaults. If the domain sets `data.train`, the preset's data files are ignored."""
     data = domain["data"]
     entry = preset(str(data["preset"]))
     full: dict[str, Any] = copy.deepcopy(entry["domain"])

@@ -39,7 +39,7 @@ class YamlSource:
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """`place`: name of the text in messages. `root`: configuration path of its top level."""
+    """Parse YAML. `place`: name of the text in messages. `root`: configuration path of its top level."""
     source = YamlSource()
     try:
         loader = _Loader(text)

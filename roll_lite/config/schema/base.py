@@ -1,5 +1,3 @@
-"""Base class of sections, their `rule` decorator, and shared field types."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +20,8 @@ LATEST = "latest"
 
 
 def from_current_folder(path: Path) -> Path:
-    """Make a path absolute, because workers may run in another folder.
-
-    Replace the link `latest`, which moves when this run starts, by its target. Look up a missing `examples/...` in the package. Raise
-    ValueError if the path cannot be inspected.
-    """
+    """Make a path absolute: workers may run in another folder. Replace the link `latest`, which moves when this run starts, by its target.
+    Look up a missing `examples/...` in the package. ValueError if the path cannot be inspected."""
     try:
         path = absolute_path(path)
     except RuntimeError:

@@ -198,10 +198,8 @@ class EngineStrategyConfig(Section):
 
     @rule
     def _limits(self) -> Mistakes:
-        """Check that a forward pass has room for all running requests with their drafts.
-
-        Otherwise drafts would be cut, and a response would depend on other requests.
-        """
+        """Check that a forward pass has room for all running requests with their drafts: cut drafts would make a response depend on other
+        requests."""
         tokens = 1 + (self.speculation.tokens if self.speculation else 0)
         if self.max_batched_tokens < (least := self.max_running_requests * tokens):
             needed = "at least one token" if tokens == 1 else f"up to {tokens} tokens (1 + speculation.tokens)"

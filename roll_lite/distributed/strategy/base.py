@@ -57,7 +57,7 @@ class RankLayout:
 
 
 def take_local_device() -> torch.device:
-    """Make GPU number LOCAL_RANK the current device, and bind this process to CPUs near it. Without GPUs, return the CPU."""
+    """Make GPU number LOCAL_RANK the current device and bind this process near it. Without GPUs, return the CPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         bind_to_gpu(torch.cuda.get_device_properties(current_device()))
@@ -321,7 +321,7 @@ class InferenceStrategy(ABC):
         return ()
 
     async def preload(self) -> None:  # noqa: B027 (only saves time)
-        """Import the engine's package, which takes seconds, while others prepare."""
+        """Import the engine's package, which takes seconds, while other components start."""
 
     @abstractmethod
     async def initialize(self) -> None: ...

@@ -44,7 +44,7 @@ ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang"
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks share a process group, so that a single rank cannot be replaced."""
+    """True if all ranks share a process group: none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -98,7 +98,6 @@ ROLLOUT_ENGINE_SETTINGS = {
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem for each engine argument that is reserved, unknown, or has its own configuration key."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (

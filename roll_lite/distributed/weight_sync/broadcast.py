@@ -1,7 +1,7 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket, because a
-collective cannot tell which member is missing. After a failure, broadcasting threads end at their own timeout.
+Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket: a collective
+cannot tell which member is missing.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver with one copy per machine. The first worker receives into shared memory, from which the others read."""
+    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

@@ -187,11 +187,11 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 
 
 class WeightSender:
-    """Weight sender of a training rank.
+    """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
 
-    Gathering is collective, so even a rank that sends nothing makes the same calls. An engine worker on a training rank's GPU gets all
-    tensors from that rank, so a bucket's owner broadcasts the bucket to the other training ranks. Trainers and engines on shared GPUs then
-    need no common NCCL group: in one, kernels of two processes of a GPU would wait for each other.
+    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts it to the other training
+    ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would wait for
+    each other.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -299,7 +299,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Return checksums in the dtype sent. Collective over training ranks."""
+        """Checksums in the dtype sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -323,10 +323,10 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Weight receiver of an engine worker. Arguments are plain types, so that the engine's RPC can send them."""
+    """Weight receiver of an engine worker. Arguments are plain types for the engine's RPC."""
 
     def __init__(self, staged: bool = False) -> None:
-        """`staged`: `load` only stores tensors, and `finish` changes the model."""
+        """`staged`: `load` only stores tensors; `finish` changes the model."""
         self._staged = staged
         self._transport: TransportReceiver | None = None
         self._begun = False

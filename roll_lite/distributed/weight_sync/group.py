@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group with a higher epoch replaces the old group, and its members get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces the old one, whose members get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -65,14 +65,12 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of the newest epoch, written only by `interrupt`; _EPOCH is written only by member 0.
-
-With one writer, a key's epoch never decreases.
-"""
+"""Store key of the newest epoch, written only by `interrupt`; only member 0 writes _EPOCH. With one writer, a key's epoch never
+decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""Keys of step n are deleted at step n + 2, because a member may read them until then."""
+"""Keys of step n are deleted at step n + 2; until then a member may read them."""
 
 
 class TransferError(RuntimeError):
@@ -141,7 +139,7 @@ def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Connect to a rendezvous store. Blocks forever if the store's process was stopped by SIGSTOP."""
+    """Connect to a rendezvous store. Blocks forever if the store's process is stopped (SIGSTOP)."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
@@ -186,7 +184,6 @@ class TransferGroup:
         return {(home.machine, home.device): number for number, home in homes if home.device}
 
     def close(self) -> None:
-        """Leave the group, and end waits in other threads."""
         self.failure = _CLOSED
 
     @contextmanager
@@ -294,10 +291,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys are in the store, because the store's own wait would not name the missing key.
-
-        `keys`: key -> number of the member that writes it.
-        """
+        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: key -> number of its
+        writer."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:

@@ -22,7 +22,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class ExportedMemory(NamedTuple):
-    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
@@ -54,7 +54,7 @@ class BucketSegment(Watched):
 
     handle = ""
     exports: Sequence[Export] = ()
-    """CUDA IPC exports, one for each reader, because torch counts one reader per export."""
+    """CUDA IPC exports, one per reader: torch counts one reader per export."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

@@ -1,5 +1,3 @@
-"""Plan of weight updates: which training rank sends which tensors to which engine workers."""
-
 from __future__ import annotations
 
 import re
@@ -12,7 +10,7 @@ import torch
 ALIGNMENT = 64  # bytes in a buffer; a view of any dtype may start at such an offset
 
 Channel = tuple[int, tuple[int, ...]]
-"""(member number of a sender, member numbers of its receivers)."""
+"""Member numbers of a sender and its receivers."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class ExportedTensor:
     owner: int
     """Training rank that gathers and sends the full tensor."""
     bucket: int
-    """Number of the tensor's bucket. A bucket is sent and loaded as one."""
+    """Bucket number; a bucket is sent and loaded as one."""
     cast_from: torch.dtype | None = None
     """Original dtype, if the sender casts the tensor."""
 
@@ -36,7 +34,7 @@ class ExportedTensor:
         return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """Return the tensor as sent to engines of `dtype`. It is cast only if that saves bytes."""
+        """Return the tensor as sent to engines of `dtype`: cast only if that saves bytes."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -176,17 +174,14 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner.
-
-    With two owners, gloo workers could deadlock, because they forward all buckets through two buffers.
-    """
+    """Assert that each bucket has one owner. With two, gloo workers, which forward all buckets through two buffers, could deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Expert tensor name -> worker that holds the tensor. Empty if every worker holds a part of every expert."""
+    """Expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

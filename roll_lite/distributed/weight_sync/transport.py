@@ -1,7 +1,7 @@
 """Base of the weight transports, and the transport through memory that both sides can read.
 
-A bucket is one byte buffer, whose layout both sides compute from the list of tensors. The sender reuses a buffer once all receivers have
-reported the bucket as loaded (`done`) and hold no tensors in it.
+A bucket is one byte buffer; both sides compute its layout from the list of tensors. The sender reuses a buffer once all receivers report
+the bucket as loaded (`done`) and hold no tensors in it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TransportSender(ABC):
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds so far: `copy` is spent filling buffers, `wait` waiting for a free buffer or for receivers."""
+        """Seconds so far: `copy`, filling buffers; `wait`, waiting for a free buffer or for receivers."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
 
     @abstractmethod
@@ -153,7 +153,7 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Report the received buckets as loaded, so that the sender may reuse their memory."""
+        """Report the received buckets as loaded: the sender may reuse their memory."""
 
     def close(self) -> None:
         self.group.close()

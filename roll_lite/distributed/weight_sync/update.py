@@ -109,7 +109,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Pseudo-random odd factors, [_CHUNK] int64, that make the checksum depend on the order of values."""
+    """Pseudo-random odd factors, [_CHUNK] int64, which make the checksum depend on order."""
     factors = torch.arange(1, _CHUNK + 1, device=device) * _ODD
     for _ in range(2):
         factors = (factors ^ (factors >> 29)) * _ODD

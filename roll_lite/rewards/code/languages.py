@@ -40,7 +40,7 @@ BLOCK = re.compile(
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Return name -> language; None for python. Raise ValueError for an unknown name or, with `local`, a missing interpreter."""
+    """Return name -> language; None for python. ValueError for an unknown name or, with `local`, a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -86,10 +86,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block.
-
-    An unclosed block counts only if it is tagged (an untagged fence may close an earlier block) and `ends_early` is False.
-    """
+    """Return (code, language tag) of each fenced block. An unclosed block counts only if tagged (an untagged fence may close an earlier
+    block) and not `ends_early`."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

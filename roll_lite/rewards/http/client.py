@@ -1,5 +1,3 @@
-"""HTTP client for JSON services: load balancing, retries, and no secrets in messages."""
-
 from __future__ import annotations
 
 import asyncio
@@ -96,7 +94,7 @@ class _Url:
     url: str
     requests: int = 0
     failures: int = 0
-    """Consecutive failures. A failed URL gets no request until `rests_until`, then one request at a time."""
+    """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:
@@ -122,10 +120,8 @@ class HttpClient:
         self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Return the answer's JSON and the URL, without secrets.
-
-        Raise ServiceRefused if the service rejects `payload`, RewardFailed if all attempts fail.
-        """
+        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`; RewardFailed if all
+        attempts fail."""
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:

@@ -41,7 +41,7 @@ End your reply with a line of its own, either "Verdict: yes" or "Verdict: no".""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
-"""Minimum temperature when the judge is asked again: greedy sampling would repeat its answer."""
+"""Minimum temperature when asking again: greedy sampling would repeat the answer."""
 SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 

@@ -115,7 +115,6 @@ class Batcher:
 
 
 def _scores(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
-    """Return the scores. Raise ServiceRefused without "rewards", RewardFailed if lists do not fit the samples."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise ServiceRefused(f'{place}: the answer must be an object with "rewards", got {keys}')

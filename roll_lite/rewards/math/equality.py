@@ -79,7 +79,7 @@ def parse(text: str) -> Parsed:
 
 
 def _computes_infinity(expression: Any) -> bool:
-    """True if the expression computes with infinity, such as |oo - 4|, which math-verify would find close to every number."""
+    """True if the expression computes with infinity, as |oo - 4|: math-verify would find it close to every number."""
     import sympy
 
     computed = expression.atoms(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function)
@@ -103,7 +103,7 @@ def library() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare exactly, or with a tolerance if one number is a decimal. Return None if the units are incompatible."""
+    """Compare exactly, or with a tolerance if one is a decimal. None if the units are incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -115,10 +115,7 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Normalize a numeral with a base (1001_2, 0x2A) to a text, and a ratio (2:3) to the shares of its parts (2/5, 3/5).
-
-    Other text gives "".
-    """
+    """Normalize a numeral with a base (1001_2, 0x2A) to a text, a ratio (2:3) to the shares of its parts (2/5, 3/5), other text to ""."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -158,7 +155,7 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """Compare two parsed formulas with math-verify. Rational constants are compared exactly, since math-verify takes tiny numbers for 0."""
+    """Compare two parsed formulas with math-verify; rational constants exactly, since math-verify takes tiny numbers for 0."""
     import sympy
 
     if all(isinstance(one, sympy.Expr) and one.is_number for one in (*gold, *found)):

@@ -211,8 +211,6 @@ def _shown(text: str) -> str:
 
 @lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
-    """Parse a reference answer. Cached, since all samples of a group have the same."""
-
     def read() -> Reference:
         gold = _read_reference(text)
         if not (gold.parsed or gold.words or gold.items or written_form(gold.text)):

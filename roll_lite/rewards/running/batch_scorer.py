@@ -15,12 +15,12 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum wait for async functions. Then the scorer returns, so that the next call can add samples."""
+"""Maximum wait for async functions before the scorer returns and the next call can add samples."""
 LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Multiple of the time limit after which reward processes are killed. CPU time limits inside them take longer on a busy machine."""
+"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on a busy machine."""
 
 
 @dataclass
@@ -128,7 +128,6 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Score with a sync function that takes lists. If a call fails, retry its samples one by one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return

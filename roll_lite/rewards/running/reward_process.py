@@ -1,5 +1,3 @@
-"""Scoring in a separate process without Ray, for `roll-lite reward`."""
-
 from __future__ import annotations
 
 import multiprocessing
@@ -22,7 +20,7 @@ Answer = tuple[Score | str, float]
 
 
 class RewardProcess:
-    """Subprocess that scores one sample at a time. If a sample hangs or kills the process, the sample fails and a new process starts."""
+    """Subprocess that scores one sample at a time. A sample that hangs or kills it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
         self._config = config

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""Interval of repeated interruptions: a bare `except:` in a library may swallow the first one."""
+"""Interval of repeated interruptions: a bare `except:` in a library may swallow the first."""
 
 
 class TimeLimitExceeded(Exception):
@@ -17,7 +17,7 @@ class TimeLimitExceeded(Exception):
 
 
 class _Interruption(BaseException):
-    """Interrupts the computation. It is a BaseException, because computations catch Exception."""
+    """Interruption of the computation; a BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:

@@ -65,7 +65,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
-    """Return two mappings: letter -> option text (empty without a column), and letter, label or list index -> letter."""
+    """Return letter -> option text (empty without a column), and letter, label or list index -> letter."""
     if column is None:
         return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
     labels, texts = None, column
@@ -133,7 +133,7 @@ STATED = re.compile(
     rf"|\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?(?={X}{ENDED})|(?={X}{RIGHT}))"
     rf"(?P<chosen>{X}(?:{HEDGE}{X}(?!{DISCUSSED})|[^⟦]*{X}{POSSIBLE})*))"
 )
-"""Pattern for statements such as "the answer is C". It is a lookahead, so that overlapping statements are found."""
+"""Pattern for statements such as "the answer is C"; a lookahead, so that overlapping statements are found."""
 BESIDE = re.compile(rf"(?i)(?:\s|[.,;:()\[\]{{}}/&或和]|{X}|\b(?:or|and|the|correct|options?|choice|answer|both|either)\b)*")
 CAPTION = re.compile(r"⟦.m⟧|⟦.b⟧(?:[.:]\s|[)\]])")
 ENDING = re.compile(rf"(?i)⟦.t⟧(?:(?:{HEDGE}|\s*)⟦.t⟧)*+[\s.]*\Z")

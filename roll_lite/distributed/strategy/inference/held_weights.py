@@ -108,8 +108,8 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """For each matrix fused in the module, return its rows on this worker, and the number of workers that hold these rows (several for
-    replicated key and value heads).
+    """Return, for each matrix fused in the module, its rows on this worker, and how many workers hold these rows (several for replicated
+    key and value heads).
     """
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size

@@ -35,7 +35,7 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that returns each request's progress; None before a request begins. The second argument asks for new tokens too."""
+"""Return each request's progress; None before it begins. The second argument asks for new tokens too."""
 
 
 class ProgressReports:

@@ -18,13 +18,11 @@ _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up
 
 
 class Scratch:
-    """Temporary folder of an engine for sockets, rendezvous files, semaphores and caches.
-
-    Removed at shutdown or, if the host is killed, by the engine's processes or the next engine.
-    """
+    """Temporary folder of an engine: sockets, rendezvous files, semaphores, caches. Removed at its shutdown or, if the host is killed, by
+    its processes or the next engine."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
-        """`variables`: environment variables that are set to the folder's path, besides TMPDIR."""
+        """`variables`: environment variables that get the path, besides TMPDIR."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
         base = base if len(base) <= _LONGEST_BASE else "/tmp"
@@ -50,14 +48,14 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Remove the folder, but only in the process that made it: forks inherit this finalizer."""
+    """Remove the folder only in the process that made it: forks inherit this finalizer."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """Lock the folder. Return the lock's descriptor; None if another process has just removed the folder."""
+    """Return the lock's descriptor; None if another process has just removed the folder."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:

@@ -25,7 +25,7 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the installed version. Raise NotInstalled (with `remedy` as advice) if there is none, RuntimeError if it is unsupported."""
+    """Return the installed version. NotInstalled (`remedy`: advice) if there is none, RuntimeError if it is unsupported."""
     low, high = supported
     for name in distributions:
         try:

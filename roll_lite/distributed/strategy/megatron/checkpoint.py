@@ -58,10 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective) and return this rank's files.
-
-    `model`: facts compared on loading. `writer`: writes the tensors to STATE_FOLDER.
-    """
+    """Save a checkpoint to a shared folder (collective). `model`: facts that loading compares. `writer`: writes the tensors to
+    STATE_FOLDER. Return this rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()

@@ -1,5 +1,3 @@
-"""Export of the model as full Hugging Face tensors, gathered one bucket at a time."""
-
 from __future__ import annotations
 
 import json
@@ -163,7 +161,7 @@ class HfExporter:
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
         """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v).
 
-        `joined`: result of `_join_shared`.
+        `joined`: the parameter, joined over ranks that share a key/value head.
         """
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
@@ -183,7 +181,6 @@ class HfExporter:
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """Gather flattened shards at the owner in one collective. Replicated tensors are not sent."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []

@@ -1,5 +1,3 @@
-"""Load Hugging Face checkpoints; each rank reads only its shards."""
-
 from __future__ import annotations
 
 import json

@@ -39,7 +39,7 @@ class Entry:
     """True if dimension 0 is the vocabulary, padded to equal shares."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     fused: str | None = None
-    """Parameter name in Transformer Engine's layers, if it differs."""
+    """Parameter name with Transformer Engine's layers, if different."""
 
     @property
     def of_experts(self) -> bool:
@@ -152,10 +152,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards.
-
-    It is more than 1 only for q, k and v if there are fewer key/value heads than ranks.
-    """
+    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards: more than 1 only for q, k and v
+    if there are fewer key/value heads than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

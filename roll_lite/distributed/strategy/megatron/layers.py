@@ -1,6 +1,4 @@
-"""Decoder layers built from Megatron's and torch's modules or from Transformer Engine's, with our attention over packed rows and our value
-head.
-"""
+"""Decoder layers from Megatron's and torch's modules or from Transformer Engine's, with our attention over packed rows and value head."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def has_fused_kernels() -> bool:
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper does not allow."""
+    """torch's RMSNorm with sequence parallelism, which Megatron's wrapper refuses."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
@@ -159,7 +157,7 @@ TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORC
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
     """Choose layer classes.
 
-    "auto": Transformer Engine's if installed, on a GPU and without adapters. ValueError if the requested ones are unusable.
+    "auto": Transformer Engine's if installed, on a GPU and without adapters. ValueError if requested but unusable.
     """
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:

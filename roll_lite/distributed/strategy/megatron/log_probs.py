@@ -15,10 +15,11 @@ KEPT_LOGITS = 1 << 24
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute log-probs of the targets and, with `entropy`, the entropy of softmax(hidden @ weight.T / temperatures).
+    """Compute log-probs of the targets and, with `entropy`, entropy of softmax(hidden @ weight.T / temperatures): both [N] float32,
+    differentiable, equal on all ranks.
 
-    Both are [N] float32, differentiable, and equal on all ranks. hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute
-    the same loss. A rank's gradient of `hidden` covers only its share of the vocabulary.
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss. A rank's gradient of `hidden` covers only its
+    share of the vocabulary.
     """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
@@ -68,10 +69,8 @@ class _LogProbs(torch.autograd.Function):
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """Return log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank.
-
-    Tokens outside a truncated softmax get DROPPED and no gradient.
-    """
+    """log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, the full vocabulary on every rank. Tokens
+    outside a truncated softmax get DROPPED and no gradient."""
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result
 

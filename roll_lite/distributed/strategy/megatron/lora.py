@@ -32,7 +32,7 @@ class Projection(torch.nn.Module):
     """Shards of one projection's LoRA matrices on this tensor rank. B starts at zero."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's shard of the frozen weight. Initial values of A do not depend on the parallel layout."""
+        """`base`: this rank's shard of the frozen weight. A's initial values do not depend on the parallel layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)
@@ -46,7 +46,7 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """B times alpha / rank, for engines that do not apply this factor."""
+        """B times alpha / rank, for engines that omit this factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
+        """Addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))

@@ -117,7 +117,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """Convert the last stage's result (values or hidden states) to padded columns, which are 0 outside the response mask."""
+    """Convert the last stage's result (values, or hidden states) to padded columns, 0 outside the response mask."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -154,10 +154,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks.
-
-    In the backward pass, each rank gets its own tokens' gradients.
-    """
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank its own tokens'
+    gradients."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

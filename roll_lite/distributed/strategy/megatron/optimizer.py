@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create Adam's moments before the first step, so that memory use is known and a checkpoint can be loaded."""
+        """Create Adam's moments before the first step: memory use is then known and a checkpoint can be loaded."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -191,7 +191,7 @@ class Staged:
 
 
 class HostStep:
-    """Replacement of torch AdamW's `step`, with moments and update on the host. Copies overlap with updates."""
+    """Replacement of torch AdamW's `step`: moments and update on the host; copies overlap with updates."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam
@@ -207,7 +207,6 @@ class HostStep:
         return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:
-        """Move moments to (pinned) host memory, e.g. after loading a checkpoint."""
         for state in self._optimizer.state.values():
             for name in MOMENTS:
                 if not self._pin:

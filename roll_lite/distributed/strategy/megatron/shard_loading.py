@@ -58,8 +58,10 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight. Return state name -> flat tensors to join; add stored name ->
-        tensors to read to `wanted`."""
+        """Allocate optimizer state for this rank's entries of a weight.
+
+        Return state name -> flat tensors to join. `wanted` gets stored name -> tensors to read.
+        """
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:

@@ -14,14 +14,14 @@ FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64. Unlike with -inf, the difference of two is not NaN."""
+"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
-    """Share of the vocabulary on this rank (V/tp rows of the output weight), and the softmax at N positions.
+    """Share of the vocabulary (V/tp rows of the output weight) on this rank, and the softmax at N positions.
 
-    `share`: words per rank. `vocab_size`: words without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax
-    keeps besides the target, padded with -1. A row of only -1, or None, means no truncation.
+    `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
+    besides the target, padded with -1; a row of only -1, or None, means no truncation.
     """
 
     def __init__(
@@ -86,10 +86,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, with z = logit / temperature - its maximum.
-
-    They are added up block by block, then over ranks.
-    """
+    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, with z = logit / temperature - its maximum. Added up block by block, then over
+    ranks."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary

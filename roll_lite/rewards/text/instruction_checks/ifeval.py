@@ -1,5 +1,3 @@
-"""Checks of the 25 instructions of IFEval and of RLVR-IFEval (AllenAI)."""
-
 from __future__ import annotations
 
 import json

@@ -42,7 +42,7 @@ def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def adapters_leave_with_weights() -> None:
-    """Allocate SGLang's adapter buffers in the weights' memory region, so that both are offloaded together."""
+    """Allocate SGLang's adapter buffers in the weights' memory region: both are offloaded together."""
     init = model_runner.ModelRunner.init_lora_manager
 
     def init_lora_manager(runner: Any) -> None:

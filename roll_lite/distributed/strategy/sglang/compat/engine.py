@@ -105,7 +105,7 @@ class SglangEngine:
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        """Kill the server's process group, but only once, since its id may be reused."""
+        """Kill the server's process group, but only once: its id may be reused."""
         server, self._server = self._server, None
         if server is not None:
             processes = group(server.pid)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 _CONTEXT = 8
-"""Number of prompt tokens decoded together with the response's first tokens, because a token's text may depend on earlier tokens."""
+"""Prompt tokens decoded together with the response's first tokens, since a token's text may depend on earlier ones."""
 _INCOMPLETE = "\ufffd"
 
 
@@ -115,7 +115,6 @@ def completion(
 
 
 def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    """Decode expert choices; None if the request ended before it started to run."""
     if (told := meta.get("routed_experts")) is None:
         return None
     flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)

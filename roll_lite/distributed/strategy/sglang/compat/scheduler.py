@@ -142,7 +142,7 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Sleep while paused, because the loop would otherwise use a whole core."""
+        """Sleep while paused; the loop would otherwise use a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 

@@ -168,7 +168,7 @@ class EngineServer:
             self._empty.notify_all()
 
     async def _dispatch(self, tokenized: Any) -> None:
-        """Send a request to SGLang's scheduler, then set `dispatched`: an abort waits for this event."""
+        """Send a request to SGLang's scheduler, then set `dispatched`, for which an abort waits."""
         await self._send_to_scheduler(tokenized)
         if tokenized.rid in self._running:
             self._running[tokenized.rid].dispatched.set()
@@ -243,7 +243,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers. It runs in a thread, because it may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers, in a thread: it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:

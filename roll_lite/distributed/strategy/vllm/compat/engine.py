@@ -91,7 +91,7 @@ class VllmEngine(VllmProcesses):
         await asyncio.to_thread(import_module, "vllm.v1.engine.async_llm")
 
     async def start(self) -> list[int]:
-        """Start the engine. Blocks the event loop, because processes belong to the thread that starts them."""
+        """Start the engine. Blocks the event loop: processes belong to the thread that starts them."""
         with self._inherited():
             self._running = self._start()
         restore_stop_overlap(self._running.output_processor)
@@ -196,9 +196,8 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by calls to workers, because vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with
-        `cache_stays`, the cache is dropped and allocated again. On a CPU only the cache is freed.
-        """
+        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with `cache_stays`,
+        the cache is dropped and allocated again. On a CPU only the cache is freed."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()

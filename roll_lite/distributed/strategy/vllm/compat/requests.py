@@ -104,11 +104,8 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Return the number of accepted draft tokens.
-
-    `steps[n]`: number of steps that accepted n tokens. At most length - 1, because the last step may accept tokens after the response's
-    end.
-    """
+    """Return the number of accepted draft tokens. `steps[n]`: steps that accepted n tokens. At most length - 1: the last step may accept
+    tokens after the response's end."""
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 

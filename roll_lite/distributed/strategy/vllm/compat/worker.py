@@ -169,8 +169,7 @@ def _experts_without_adapters() -> None:
 
 
 def _check_drafts_correctly() -> None:
-    """Repair vLLM's speculative decoding on CPUs: temperature and top_p get lost in an integer copy, top_k fails in steps without drafts.
-    """
+    """Repair speculative decoding on CPUs: temperature and top_p get lost in an integer copy, top_k fails in steps without drafts."""
     truncate = rejection_sampler.apply_top_k_top_p
 
     def expand(settings: torch.Tensor, ends: torch.Tensor, _: int, replace_from: int = 0, replace_to: int = 0) -> torch.Tensor:
@@ -188,7 +187,7 @@ def _pack_lm_head_again(model: torch.nn.Module) -> None:
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """Drop expert kernels, so that vLLM's reload rebuilds them with the new weights."""
+    """Drop expert kernels: vLLM's reload then rebuilds them with the new weights."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -209,7 +208,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, which permutes each expert's entries. The permutation is found by packing row and column numbers, digit by digit."""
+    """Undo packing, a permutation of each expert's entries, found by packing row and column numbers, digit by digit."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
