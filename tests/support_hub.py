@@ -163,9 +163,11 @@ def etag(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def python(*arguments: str, home: Path, endpoint: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, home: Path, endpoint: str, folder: Path = ROOT, timeout: int = 280, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python with this endpoint and this cache. The client reads both when it is imported, so each call is a process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_OFFLINE"))}
     hub = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(ROOT)}
     environment = {**inherited, **hub, **variables}
-    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)

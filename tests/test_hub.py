@@ -95,7 +95,8 @@ steps: 1
 algorithm: {critic_warmup_steps: 0}
 critic: {init: path, path: "acme/reward?revision=v1"}
 reward_models: {liked: {path: hf://acme/reward, dtype: float32, devices: [2]}}
-judges: {strict: {path: old-acme/tiny, dtype: float32, devices: [3], strategy: {max_model_len: 128}}}
+judges:
+  strict: {path: old-acme/tiny, dtype: float32, devices: [3], strategy: {max_model_len: 256, max_running_requests: 16}}
 domains:
   add: null
   make: null
@@ -107,7 +108,9 @@ domains:
     reward:
       name: model
       args: {model: liked}
-      terms: [{name: judge, args: {server: strict, template: "{response}", pattern: "(yes|no)", choices: {"yes": 1, "no": 0}}}]
+      terms:
+        - name: judge
+          args: {server: strict, api: completions, template: "{response}", pattern: "^.*?(7|$)", choices: {"7": 1, "": 0}, max_tokens: 32}
 """
 
 
@@ -401,6 +404,25 @@ def test_the_files_of_a_split(files: list[str], asked: str, found: list[str]) ->
 def test_what_is_not_clear_is_refused(files: list[str], asked: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         chosen(files, asked)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(890)
+def test_a_run_with_every_model_of_the_hub(every_model: Mirror, tmp_path: Path) -> None:
+    """Policy, reference, critic, reward model and judge, each loaded by the process that computes with it."""
+    hub = every_model
+    (tmp_path / "project.yaml").write_text(EVERYWHERE)
+    small = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "validation.enabled=false", "checkpoint.every=1"]
+    command = ["-m", "roll_lite.cli", "run", "--config-name", "project", *small]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs/tiny_ppo").iterdir()
+    state = json.loads((run / "checkpoints/step_000001/state.json").read_text())
+    assert pinned(yaml.safe_load((run / "config.yaml").read_text())) == pinned(state["config"]) == PINNED
+    samples = [json.loads(line) for line in (run / "samples/step_000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and all("reward_model" in sample["details"] for sample in samples), samples
+    assert hub.downloaded().count("model.safetensors") == 4 and "pytorch_model.bin" not in hub.downloaded()
 
 
 @pytest.mark.nightly
