@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 import yaml
 from pyarrow import parquet
-from support_hub import ROOT, TOKEN, Mirror, mirror, python
+from support_hub import ROOT, TOKEN, Mirror, etag, mirror, python
+from support_models import make_tiny_reward_model
 
 from roll_lite.config.schema.domains import DataConfig
 from roll_lite.config.schema.models import ModelConfig
@@ -83,6 +85,123 @@ def test_names_are_pinned_and_only_what_a_check_reads_is_downloaded(hub: Mirror,
     done = python("-c", RESOLVE, "acme/tiny", home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, HF_HUB_OFFLINE="1")
     assert settings["model"]["path"] in done.stdout, "the last commit of a name, too"
     assert hub.requests == []
+
+
+# Every model a run can have, and data of the set that has two configurations. The domain's reward is both a reward model and a judge.
+EVERYWHERE = """
+defaults: [tiny_ppo, _self_]
+model: {path: acme/tiny}
+steps: 1
+algorithm: {critic_warmup_steps: 0}
+critic: {init: path, path: "acme/reward?revision=v1"}
+reward_models: {liked: {path: hf://acme/reward, dtype: float32, devices: [2]}}
+judges:
+  strict: {path: old-acme/tiny, dtype: float32, devices: [3], strategy: {max_model_len: 256, max_running_requests: 16}}
+domains:
+  add: null
+  make: null
+  repeat: null
+  gsm8k:
+    data: {train: "hf://openai/gsm8k?split=train", validation: "hf://openai/gsm8k?split=test", prompt: question}
+    template: chat
+    sampling: {max_prompt_tokens: 100, max_tokens: 12}
+    reward:
+      name: model
+      args: {model: liked}
+      terms:
+        - name: judge
+          args: {server: strict, api: completions, template: "{response}", pattern: "^.*?(7|$)", choices: {"7": 1, "": 0}, max_tokens: 32}
+"""
+
+
+@pytest.fixture
+def every_model(hub: Mirror, tmp_path: Path) -> Mirror:
+    first = make_tiny_reward_model(tmp_path / "on_the_hub/reward_v1", vocab_size=416)
+    hub.add("models/acme/reward", first, "1" * 40, branches=("v1",))
+    hub.add("models/acme/reward", make_tiny_reward_model(tmp_path / "on_the_hub/reward", seed=1), "2" * 40)
+    hub.renamed["models/old-acme/tiny"] = "models/acme/tiny"
+    gsm8k = problems(
+        tmp_path / "on_the_hub/gsm8k",
+        *(f"{name}/{split}-00000-of-00001.parquet" for name in ("main", "socratic") for split in ("train", "test")),
+    )
+    hub.add("datasets/openai/gsm8k", gsm8k, "3" * 40)
+    return hub
+
+
+def pinned(settings: dict[str, Any]) -> list[str]:
+    """The names in a configuration of EVERYWHERE."""
+    data = settings["domains"]["gsm8k"]["data"]
+    roles = (settings["model"], settings["critic"], settings["reward_models"]["liked"], settings["judges"]["strict"])
+    return [*(role["path"] for role in roles), data["train"], data["validation"]]
+
+
+PINNED = [
+    f"hf://acme/tiny?revision={'a' * 40}",
+    f"hf://acme/reward?revision={'1' * 40}",
+    f"hf://acme/reward?revision={'2' * 40}",
+    f"hf://old-acme/tiny?revision={'a' * 40}",
+    f"hf://openai/gsm8k?split=train&revision={'3' * 40}",
+    f"hf://openai/gsm8k?split=test&revision={'3' * 40}",
+]
+
+
+def test_names_of_every_model_and_of_data_are_pinned(every_model: Mirror, tmp_path: Path) -> None:
+    hub = every_model
+    code, resolved, told = check(hub, tmp_path, EVERYWHERE)
+    assert code == 0, told
+    assert pinned(yaml.safe_load(resolved)) == PINNED
+    notes = [line for line in told.splitlines() if "are downloaded, and checked, when a run starts" in line]
+    assert [line.partition(": the weights")[0].split()[-1] for line in notes] == [
+        "reference",  # the policy's, too
+        "critic",
+        "reward_models.liked",
+        "judges.strict",
+    ]
+    assert not any("socratic" in file or file.endswith(".safetensors") for file in hub.downloaded())
+    assert hub.downloaded().count("tokenizer.json") == 3, "for each name; the same file of two commits once"
+    hub.repositories.clear()
+    assert check(hub, tmp_path, resolved, HF_HUB_OFFLINE="1")[:2] == (0, resolved)
+
+
+def test_weights_of_every_model_are_there_before_a_run_starts(every_model: Mirror, tmp_path: Path) -> None:
+    """From pages of a file list and from another server, as on the hub. A configuration's checks then read them."""
+    (tmp_path / "project.yaml").write_text(EVERYWHERE)
+    done = python("-c", WITH_WEIGHTS, home=tmp_path / "home", endpoint=every_model.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (every_model.repositories["models/acme/reward"][number].folder / "model.safetensors" for number in (0, 1))
+    policy = every_model.repositories["models/acme/tiny"][0].folder / "model.safetensors"
+    assert json.loads(done.stdout.splitlines()[-1]) == [etag(file) for file in (policy, first, second, policy)]
+    assert every_model.storage.startswith("http://localhost:") and every_model.downloaded().count("model.safetensors") == 4
+    (every_model.repositories["models/acme/reward"][1].folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    every_model.repositories["models/acme/reward"][1].commit = "4" * 40
+    code, _, told = check(every_model, tmp_path, EVERYWHERE)
+    assert code == 2 and "reward_models.liked.path" in told and "expected a reward model, ...ForSequenceClassification" in told
+
+
+WITH_WEIGHTS = """
+import hashlib, json
+from pathlib import Path
+from roll_lite.config.loading import load_config
+config = load_config("project", Path(), weights=True)
+roles = config.model, config.critic, config.reward_models["liked"], config.judges["strict"]
+print(json.dumps([hashlib.sha256((role.path / "model.safetensors").read_bytes()).hexdigest() for role in roles]))
+"""
+
+
+def test_evaluation_of_names(every_model: Mirror, tmp_path: Path) -> None:
+    """Two models and two sets, in the order that they are given; the preset's set is the one with two configurations."""
+    sampling = "sampling: {max_prompt_tokens: 99, max_tokens: 9}"
+    reward = f"domains={{gsm8k: {{data: {{prompt: question}}, reward: {{name: math}}, {sampling}}}, gsm8k_1: {{{sampling}}}}}"
+    data = ("--data", "hf://openai/gsm8k?split=test", "--data", "gsm8k", "model.dtype=float32", reward)
+    command = ["-m", "roll_lite.cli", "evaluate", "acme/tiny?revision=main", "hf://old-acme/tiny", *data, "--cfg", "job"]
+    done = python(*command, home=tmp_path / "home", endpoint=every_model.url, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    runs = list(yaml.safe_load_all(done.stdout))
+    assert [run["model"]["path"] for run in runs] == [PINNED[0], PINNED[3]]
+    for run in runs:
+        sets = {name: domain["data"]["validation"] for name, domain in run["domains"].items()}
+        assert sets == {"gsm8k": PINNED[5], "gsm8k_1": PINNED[5].replace("gsm8k?", "gsm8k/main?")}
+    assert not any("train" in file or "socratic" in file for file in every_model.downloaded())
 
 
 RESOLVE = """
@@ -285,6 +404,25 @@ def test_the_files_of_a_split(files: list[str], asked: str, found: list[str]) ->
 def test_what_is_not_clear_is_refused(files: list[str], asked: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         chosen(files, asked)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(890)
+def test_a_run_with_every_model_of_the_hub(every_model: Mirror, tmp_path: Path) -> None:
+    """Policy, reference, critic, reward model and judge, each loaded by the process that computes with it."""
+    hub = every_model
+    (tmp_path / "project.yaml").write_text(EVERYWHERE)
+    small = ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "validation.enabled=false", "checkpoint.every=1"]
+    command = ["-m", "roll_lite.cli", "run", "--config-name", "project", *small]
+    done = python(*command, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (tmp_path / "runs/tiny_ppo").iterdir()
+    state = json.loads((run / "checkpoints/step_000001/state.json").read_text())
+    assert pinned(yaml.safe_load((run / "config.yaml").read_text())) == pinned(state["config"]) == PINNED
+    samples = [json.loads(line) for line in (run / "samples/step_000001.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and all("reward_model" in sample["details"] for sample in samples), samples
+    assert hub.downloaded().count("model.safetensors") == 4 and "pytorch_model.bin" not in hub.downloaded()
 
 
 @pytest.mark.nightly

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path as FilePath
+from typing import Any
 
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.across import Check, check
@@ -12,6 +13,7 @@ from roll_lite.config.compose.layers import Composed, compose, find, searched, s
 from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
+from roll_lite.config.schema.base import LATEST
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
 from roll_lite.files import absolute_path, is_file, is_folder, listing
@@ -52,7 +54,8 @@ def load_config(
     with online(tell) if files else nullcontext():
         valid, refused = validate(composed.data, composed.broken)
     config, unplaceable = placed(valid)
-    problems = [*composed.problems, *refused, *unplaceable, *check(config, further=further, files=files)]
+    moving = _through_latest(composed.data) if config.checkpoint.resume is not None else ()
+    problems = [*composed.problems, *refused, *moving, *unplaceable, *check(config, further=further, files=files)]
     if weights and not problems and _fetch_weights(config, tell):
         problems = check(config, files=files)
     problems = [_with_source(problem, composed.origins) for problem in problems]
@@ -61,6 +64,21 @@ def load_config(
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), config)
     config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
     return config
+
+
+def _through_latest(data: Any, path: Path = ()) -> Iterator[Problem]:
+    """Refuse paths through the link `latest` in a resumed run: it leads elsewhere than when the run began."""
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            for one in (key, value):  # data.train: {file: weight}
+                yield from _through_latest(one, (*path, str(key)))
+    elif isinstance(data, str) and path != ("checkpoint", "resume") and LATEST in (parts := FilePath(data).parts):
+        with suppress(OSError, RuntimeError):  # too long a name, an unknown home folder
+            if absolute_path(FilePath(*parts[: parts.index(LATEST) + 1])).is_symlink():
+                message = (
+                    f"with checkpoint.resume, name the run itself, as its config.yaml does: {LATEST} leads to another run at each start"
+                )
+                yield Problem(dotted(path), message, data)
 
 
 def _fetch_weights(config: RunConfig, tell: Callable[[str], object]) -> bool:

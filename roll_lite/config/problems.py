@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_lite.hub import config_notation
+
 Path = tuple[str, ...]
 """Keys from the YAML root; list indices are digits."""
 
@@ -111,7 +113,7 @@ def _tells_nothing(value: Any) -> bool:
 
 def show(value: Any, path: str = "") -> str:
     try:
-        text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
+        text = json.dumps(without_secrets(value, path), default=config_notation, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError):  # huge integer, keys that are paths, list that contains itself
         text = f"({type(value).__name__})"
     text = printable(without_logins(text))

@@ -600,7 +600,7 @@ def _held_out_domain(sums: MetricSums, rows: DataProto, samples_per_prompt: int,
     for row, names in enumerate(rows.objects("parts")):
         for name in names:
             parts.setdefault(name, []).append(row)
-    for name, own in sorted(parts.items()):
+    for name, own in sorted(parts.items(), key=lambda one: re.sub(r"\d+", lambda number: number[0].zfill(9), one[0])):  # 2 before 10
         of_samples = np.zeros(len(rows), dtype=bool)
         of_samples[own] = True
         of_prompts = of_samples[sampled.first]

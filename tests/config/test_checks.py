@@ -270,6 +270,20 @@ def write_state(project: Project, file: Path | str, state: str) -> Path:
     return folder
 
 
+def test_a_resumed_run_names_no_path_through_the_link_to_the_newest_run(project: Project) -> None:
+    """The link leads to another run at each start: the reference would be another model, the data other prompts."""
+    model = project.write_model("runs/first/model")
+    project.write("runs/first/train.jsonl", (project.folder / "train.jsonl").read_text())
+    (project.folder / "runs/latest").symlink_to("first")
+    text = "model: {path: runs/latest/model}\ncheckpoint: {resume: auto}\n"
+    weighted = "domains.copy.data.train={runs/latest/train.jsonl: 1.0, train.jsonl: 2.0}"
+    assert project.problems_of(text, weighted, "checkpoint.resume=null") == []
+    told = project.problems_of(text, weighted)
+    assert [problem.path for problem in told] == ["model.path", "domains.copy.data.train.runs/latest/train.jsonl"]
+    assert told[0].value == "runs/latest/model" and "name the run itself" in told[0].message
+    assert project.problems_of(text, f"model.path={model}") == []
+
+
 def test_what_a_run_is_resumed_from(project: Project) -> None:
     run = project.folder / "runs" / "first"
     run.mkdir(parents=True)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 import yaml
 from pyarrow import parquet
+from support_hub import TOKEN, mirror, python
 
 from roll_lite.cli import main
 from roll_lite.config.compose.layers import expanded
@@ -195,25 +196,79 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     assert rows_of("livecodebench", tmp_path / "rows.jsonl")[0].endswith("its tests hold pathlib.Path; only texts are read"), "nothing runs"
 
 
+TRAIN, HELD_OUT, BOTH, NEITHER = ("train",), ("validation",), ("train", "validation"), ()
+ONE = "-00000-of-00001.parquet"
+LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "gsm8k": {f"main/train{ONE}": TRAIN, f"main/test{ONE}": HELD_OUT, f"socratic/train{ONE}": NEITHER, f"socratic/test{ONE}": NEITHER},
+    "math": {f"data/train{ONE}": TRAIN, f"data/test{ONE}": HELD_OUT, f"algebra/train{ONE}": NEITHER},
+    "math500": {"test.jsonl": BOTH},
+    "deepscaler": {"deepscaler.json": TRAIN},
+    "dapo17k": {"data/dapo-math-17k.parquet": TRAIN},
+    "big_math": {f"data/train{ONE}": TRAIN},
+    "aime2024": {f"data/train{ONE}": BOTH},
+    "aime2025": {"test.jsonl": BOTH},
+    "amc": {f"data/train{ONE}": BOTH},
+    "ifeval": {"ifeval_input_data.jsonl": BOTH},
+    "if_rlvr": {f"data/train{ONE}": TRAIN},
+    "rlvr_ifeval": {f"data/train{ONE}": TRAIN},
+    "mmlu_pro": {f"data/test{ONE}": BOTH, f"data/validation{ONE}": NEITHER},
+    "gpqa": {"gpqa_diamond.csv": BOTH, "gpqa_experts.csv": NEITHER, "gpqa_extended.csv": NEITHER, "gpqa_main.csv": NEITHER},
+    "code_contests": {
+        "data/train-00000-of-00039-e991a271dbfa9925.parquet": TRAIN,
+        "data/train-00001-of-00039-e092fe56fda18715.parquet": TRAIN,
+        "data/test-00000-of-00001-9c49eeff30aacaa8.parquet": NEITHER,
+        "data/valid-00000-of-00001-5e672c5751f060d3.parquet": HELD_OUT,
+    },
+    "livecodebench": {"test.jsonl": BOTH, "test2.jsonl": BOTH, "code_generation_lite.py": NEITHER},
+}
+"""Files of each set on the hub, and the splits of the preset that are read from them."""
+
+
+def asked_for(name: str) -> dict[str, tuple[str, str]]:
+    """Split -> repository on the hub, and what of it."""
+    places = {split: presets()[name][split].removeprefix("hf://") for split in BOTH if split in presets()[name]}
+    parts = {split: place.partition("?")[0].split("/", 2) for split, place in places.items()}
+    return {split: ("/".join(parts[split][:2]), places[split].removeprefix("/".join(parts[split][:2])).lstrip("/")) for split in places}
+
+
 def test_every_preset_names_files_of_the_hub() -> None:
-    layouts = {
-        "gsm8k": ["main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet"],
-        "math": ["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet", "algebra/train-00000-of-00001.parquet"],
-        "math500": ["README.md", "test.jsonl"],
-        "deepscaler": ["deepscaler.json"],
-        "dapo17k": ["data/dapo-math-17k.parquet"],
-        "aime2024": ["data/train-00000-of-00001.parquet"],
-        "aime2025": ["test.jsonl"],
-        "ifeval": ["ifeval_input_data.jsonl"],
-        "mmlu_pro": ["data/test-00000-of-00001.parquet", "data/validation-00000-of-00001.parquet"],
-        "gpqa": ["gpqa_diamond.csv", "gpqa_experts.csv", "gpqa_extended.csv", "gpqa_main.csv"],
-        "livecodebench": ["test.jsonl", "test2.jsonl", "code_generation_lite.py"],
-    }
-    for name, files in layouts.items():
-        for split in {"train", "validation"} & presets()[name].keys():
-            rest = presets()[name][split].split("/", 4)
-            asked = "/".join(rest[4:]) or f"?{rest[3].partition('?')[2]}"
-            assert chosen(files, asked if asked != "?" else ""), name
+    assert set(LAYOUTS) == set(presets())
+    for name, layout in LAYOUTS.items():
+        for split, (_, rest) in asked_for(name).items():
+            assert chosen(list(layout), rest) == sorted(file for file, splits in layout.items() if split in splits), (name, split)
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from roll_lite.data.preset_command import prepare
+for name in sys.argv[1:]:
+    split = name.rpartition("-")[2]
+    print(name, prepare(name.rpartition("-")[0], split, None, Path(f"{name}.jsonl")))
+"""
+
+
+def test_every_preset_is_prepared_from_the_hub(tmp_path: Path) -> None:
+    """From a mirror, whose files have the names, formats and columns of those on the hub."""
+    with mirror() as hub:
+        for name, layout in LAYOUTS.items():
+            for file in layout:
+                path = tmp_path / name / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.suffix == ".parquet":
+                    rows = [json.loads(line) for line in FILES[name].read_text().splitlines()]
+                    parquet.write_table(pa.Table.from_pylist(rows), path)
+                else:
+                    path.write_bytes(FILES[name].read_bytes())
+            access = "gated" if name in ("gpqa", "big_math") else "public"
+            hub.add(f"datasets/{asked_for(name)['train'][0]}", tmp_path / name, access=access)
+        wanted = [f"{name}-{split}" for name in LAYOUTS for split in asked_for(name)]
+        done = python("-c", PREPARE, *wanted, home=tmp_path / "home", endpoint=hub.url, folder=tmp_path, HF_TOKEN=TOKEN)
+    assert [line for line in done.stdout.splitlines() if line.endswith(" 0")] == [f"{one} 0" for one in wanted], done.stdout + done.stderr
+    for one in wanted:
+        name, _, split = one.rpartition("-")
+        files = 1 if "unique" in presets()[name] else sum(split in splits for splits in LAYOUTS[name].values())
+        assert len((tmp_path / f"{one}.jsonl").read_text().splitlines()) == CASES[name].rows * files, one
 
 
 # ---------------------------------------------------------------- in a configuration

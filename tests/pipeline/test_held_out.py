@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 from math import nan, sqrt
+from pathlib import Path
 
 import pytest
 import torch
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
 from roll_lite.data.proto import DataProto, object_column
+from roll_lite.observability.console import RunConsole
+from roll_lite.observability.report import write_evaluation
 from roll_lite.pipeline.journal import held_out_metrics
 
 Prompt = tuple[str, str, list[int], list[int]]
@@ -114,6 +119,41 @@ def test_a_prompt_counts_in_each_of_its_parts() -> None:
 def test_one_sample_is_worth_its_mean() -> None:
     names = held_out_metrics(rows_of(("maths", "", [1], [0]), ("maths", "", [0], [0])), 1).values()
     assert names == {f"{prefix}validation/{name}": names[f"validation/{name}"] for prefix in ("", "domain/maths/") for name in MEASURES}
+
+
+def test_the_table_of_an_evaluation_by_hand(tmp_path: Path) -> None:
+    """Four samples of each prompt. A right answer scores 2; a third of all responses is cut; the n-th response has n - 1 tokens.
+
+    maths: 3, 2, 1 and 0 of 4 are right. The votes: the right answer against one; two against two, a tie; nobody; a wrong one. So maj@4 is
+    the mean of 1, 0.5, 0 and 0. The prompts' means deviate by 0.323 from theirs; half of it is the standard error of four.
+    """
+    rows = rows_of(
+        ("maths", "level:10 subject:sums", [1, 1, 1, 0], [0, 0, 0, 1]),
+        ("maths", "level:2 subject:sums", [0, 0, 1, 1], [0, 0, 1, 1]),
+        ("maths", "level:2 subject:roots", [0, 0, 0, 1], [NO_ANSWER, NO_ANSWER, NO_ANSWER, NO_ANSWER]),
+        ("maths", "level:2 subject:roots", [0, 0, 0, 0], [0, 0, 0, 1]),
+        ("code", "", [1, 1, 0, 0], [READS_NONE] * 4),
+    )
+    (tmp_path / "config.yaml").write_text("mode: evaluate\n")
+    results = write_evaluation(tmp_path, Path("model"), held_out_metrics(rows, 4).values() | {"validation/tokens_per_second": 1234.0})
+    stream = io.StringIO()
+    RunConsole(["maths", "code"], 1, stream).evaluation(results)
+    header, _, *table = (line.split() for line in stream.getvalue().splitlines() if line)
+    assert header == ["held-out", "accuracy", "±", "pass@4", "maj@4", "reward", "best@4", "truncated", "tokens", "prompts", "samples"]
+    assert table[:-1] == [line.split() for line in TABLE.strip().splitlines()]
+    assert " ".join(table[-1]) == "± one standard error, by prompt; 1.2k tokens/s"
+    assert json.loads((tmp_path / "evaluation.json").read_text())["results"]["maths/level:2"]["best@4"] == pytest.approx(4 / 3)
+
+
+TABLE = """
+maths           37.5%  16.1%   75.0%   37.5%  0.75  1.50  37.5%   8  4  16
+level:2         25.0%  14.4%   66.7%   16.7%  0.50  1.33  33.3%  10  3  12
+level:10        75.0%      -  100.0%  100.0%  1.50  2.00  50.0%   2  1   4
+subject:roots   12.5%  12.5%   50.0%    0.0%  0.25  1.00  37.5%  12  2   8
+subject:sums    62.5%  12.5%  100.0%   75.0%  1.25  2.00  37.5%   4  2   8
+code            50.0%      -  100.0%       -  1.00  2.00  25.0%  18  1   4
+overall         40.0%  12.7%   80.0%   37.5%  0.80  1.60  35.0%  10  5  20
+"""
 
 
 MEASURES = ("accuracy", "accuracy_error", "prompts", "reward", "response_tokens", "samples", "truncated")

@@ -85,7 +85,7 @@ def alternatives(text: str) -> list[str]:
 
 def _parts(raw: str) -> list[str]:
     try:
-        node = yaml.compose(f"[{raw}]", Loader=yaml.SafeLoader)
+        node = yaml.compose(f"[{raw.replace('?', '_')}]", Loader=yaml.SafeLoader)  # a list refuses it in hf://owner/name?revision=...
     except (yaml.YAMLError, RecursionError):  # reported where the value is parsed
         return [raw]
     parts: list[str] = []

@@ -105,6 +105,7 @@ def _refuse(source: YamlSource, path: Path, message: str, value: Any, where: str
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        hint = "; put a text with braces in quotes" if "{" in (error.problem_mark.get_snippet() or "") else ""
+        what = "'?'" if "got '?'" in str(error.problem) else "braces"  # in braces, YAML allows hf://a/b?split=train in quotes only
+        hint = f"; put a text with {what} in quotes" if "{" in (error.problem_mark.get_snippet() or "") else ""
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}{hint}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")
