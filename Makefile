@@ -94,10 +94,10 @@ $(DOCS)/.installed: requirements/docs.lock
 	@touch $@
 
 # By name: modules of other tests import what may not be installed there.
-ON_GPU := tests/gpu tests/distributed/strategy/megatron
+ON_GPU := tests/gpu tests/distributed/strategy/megatron tests/contracts
 
 # In the environment that is active: the one of the lock file has builds for CPUs (docs/gpu.md).
-test-gpu:  ## The tests that want a GPU, and those of the trainer that are for CPUs elsewhere
+test-gpu:  ## The tests that want a GPU, and those of trainer and engines that are for CPUs elsewhere
 	@TEST_DEVICE=cuda python -m pytest -q -m gpu --durations=10 $(ON_GPU)
 
 lint: $(STAMP)  ## Style, types, size and wording

@@ -6,6 +6,8 @@
 - offload: seconds until all of a trainer's state is on the host, and back on the device, the first time (which pins memory) and later;
 - sync: bytes/s of a whole weight update to one receiver, by the transport that `auto` chooses (CUDA IPC on a GPU), against a copy of the
   same bytes;
+- ipc: bytes/s of a copy by CUDA IPC alone, and what stays of 1 GB that two processes have read, of which one was killed while it did;
+- nccl: memory and broadcast of a communicator of one rank, and seconds until an abort ends one whose other rank never comes;
 - rollout: tokens/s of the streaming engine against the engine's own offline call (bench/engines.py);
 - step: median seconds of a step of the demo's run after its first, by phase.
 
@@ -13,9 +15,9 @@ The first three are of one tensor rank of Qwen2.5-7B on two (`7b_tp2`): half of 
 weights, Qwen3's norms of queries and keys (whose config names a head's size), and no exchange with the other rank. State is not sharded
 over data ranks, so that there are 20 of 28 layers (98 GiB with a step, by the count of `roll-lite plan`), or 10 (55 GiB) on a GPU with less
 than 120 GB. Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without
-arguments then only what needs no engine, on a small model. Parts whose engine is not installed are skipped, and say so.
+arguments then only what needs no engine, on a small model. Parts that want a GPU or an engine which is not there are skipped, and say so.
 
-    python bench/gpu.py [--parts train head offload sync rollout step] [--shape 7b_tp2] [--layers 20] [--tokens 16384] [--micro 2]
+    python bench/gpu.py [--parts train head offload sync ipc nccl rollout step] [--shape 7b_tp2] [--layers 20] [--tokens 16384] [--micro 2]
                         [--recompute none] [--rounds 5] [--engine vllm]
 """
 
@@ -24,17 +26,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +52,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 MATRIX = {"cuda": 8192, "cpu": 512}
-ENGINE_PARTS = ("rollout", "step")
-QUICK = ["--parts", "train", "head", "offload", "sync", "--shape", "small", "--tokens", "512", "--rounds", "1"]
+ENGINE_PARTS, GPU_PARTS = ("rollout", "step"), ("ipc", "nccl")
+QUICK = ["--parts", "train", "head", "offload", "sync", *GPU_PARTS, "--shape", "small", "--tokens", "512", "--rounds", "1"]
 SHAPES: dict[str, dict[str, int]] = {
     "7b_tp2": {
         "hidden_size": 3584,
@@ -254,6 +261,112 @@ def sync(chosen: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def ipc(_: argparse.Namespace) -> dict[str, float]:
+    from roll_lite.distributed.weight_sync.group import Home
+    from roll_lite.distributed.weight_sync.memory import (
+        ExportedMemory,
+        ExportedSegment,
+        free_abandoned_exports,
+        name_of_export,
+        wait_for_device,
+    )
+
+    before, home, homes, found = free_bytes(), Home.here(), [], {}
+    segment = ExportedSegment(1 << 30, 2)
+    segment.whole.fill_(7)
+    wait_for_device(segment.whole)
+    for place in range(2):
+        process, told = started(read_export, segment.handle, place)
+        seconds, right = told.recv()
+        process.join()
+        assert right and process.exitcode == (-signal.SIGKILL if place else 0)
+        homes.append(replace(home, process=process.pid or 0))
+        found["gigabytes_per_second"] = segment.whole.nbytes / 1e9 / seconds
+    names = [name_of_export(segment.handle, place) for place in range(2)]
+    exported = [ExportedMemory(*given) for given in zip(homes, segment.exports, names, strict=True)]
+    del segment
+    free_abandoned_exports(exported, homes[:1], lambda _: True)
+    exported.clear()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+    return found | {"stays_gigabytes": (before - free_bytes()) / 1e9}
+
+
+def read_export(told: Connection, handle: str, place: int) -> None:
+    """In a process of its own; the second one dies with the memory open."""
+    from roll_lite.distributed.weight_sync.memory import open_exported
+
+    tensor = open_exported(handle, place)
+    copy = torch.empty_like(tensor)
+    told.send((seconds_of(partial(copy.copy_, tensor), 5), bool((copy == 7).all())))
+    if place:
+        os.kill(os.getpid(), signal.SIGKILL)
+    del tensor
+    torch.cuda.ipc_collect()
+
+
+def nccl(_: argparse.Namespace) -> dict[str, float]:
+    before, tensor = free_bytes(), torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
+    group = communicator(1)
+    seconds = seconds_of(lambda: broadcast(group, tensor), 5)
+    taken = before - free_bytes() - tensor.nbytes
+    group.abort()
+    process, told = started(abort_in_the_making)
+    aborted = told.recv()
+    process.join()
+    return {"communicator_megabytes": taken / 1e6, "gigabytes_per_second": tensor.nbytes / 1e9 / seconds, **aborted}
+
+
+def communicator(size: int) -> Any:
+    """As an update's: torch's watchdog does not end the process."""
+    from torch.distributed import PrefixStore, ProcessGroupNCCL, TCPStore  # type: ignore[attr-defined]
+
+    from roll_lite.files import changed_environment
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=300)
+    with changed_environment({"TORCH_NCCL_BLOCKING_WAIT": "1"}):
+        return ProcessGroupNCCL(PrefixStore("gpu", TCPStore("127.0.0.1", 0, is_master=True)), 0, size, options)
+
+
+def broadcast(group: Any, tensor: torch.Tensor) -> None:
+    options = dist.BroadcastOptions()  # type: ignore[attr-defined]
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+
+
+def abort_in_the_making(told: Connection) -> None:
+    """In a process of its own: seconds until an abort returns, and until the thread that makes the communicator does; at most 20 each."""
+    group, tensor = communicator(2), torch.ones(1, device="cuda")
+    making = threading.Thread(target=broadcast, args=(group, tensor), daemon=True)
+    making.start()
+    time.sleep(5)
+    found = {}
+    for name, thread in (("abort_seconds", threading.Thread(target=group.abort, daemon=True)), ("maker_seconds", making)):
+        start = time.perf_counter()
+        if thread is not making:
+            thread.start()
+        thread.join(20)
+        found[name] = time.perf_counter() - start
+    told.send(found)
+    os._exit(0)  # threads may be stuck
+
+
+def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A process, and what it tells."""
+    context = get_context("spawn")
+    told, tells = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(tells, *arguments))
+    process.start()
+    tells.close()
+    return process, told
+
+
+def free_bytes() -> int:
+    wait()
+    return int(torch.cuda.mem_get_info()[0])
+
+
 def rollout(chosen: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, "bench/engines.py", f"--rounds={chosen.rounds}", f"--engines={chosen.engine}"]
     report = json.loads(said_by(command).splitlines()[-1])
@@ -285,6 +398,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
     "head": head,
     "offload": offload,
     "sync": sync,
+    "ipc": ipc,
+    "nccl": nccl,
     "rollout": rollout,
     "step": step,
 }
@@ -307,6 +422,8 @@ def main() -> None:
     for part in chosen.parts:
         if part in ENGINE_PARTS and find_spec(chosen.engine) is None:
             found[part] = {"skipped": f"{chosen.engine} is not installed"}
+        elif part in GPU_PARTS and device().type == "cpu":
+            found[part] = {"skipped": "there is no GPU"}
         else:
             with ProcessPoolExecutor(1, get_context("spawn")) as alone:
                 found[part] = {key: round(value, 4) for key, value in alone.submit(PARTS[part], chosen).result().items()}

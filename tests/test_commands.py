@@ -266,6 +266,7 @@ ELSEWHERE = {
     "roll-lite view runs/latest": shows_runs,
     "roll-lite report runs/latest": shows_runs,
     "python bench/gpu.py": is_a_benchmark,
+    "python bench/gpu.py --parts train --recompute selective": is_a_benchmark,
     "python bench/plan.py": is_a_benchmark,
     "python bench/lora_sync.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,

@@ -6,10 +6,18 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
-from engine_harness import Harness, Make, require
+from engine_harness import DEVICE, Harness, Make, require
 from megatron_ranks import RankPool
 
 MAX_MODEL_LEN = 1024
+collect_ignore = ["test_contract_conversations.py"] if DEVICE == "cuda" else []  # it imports what environments' tests want installed
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With TEST_DEVICE=cuda, what one engine of a module is asked is a test for GPUs, and engines with experts are."""
+    for item in items if DEVICE == "cuda" else ():
+        if "engine" in getattr(item, "fixturenames", ()) or item.path.name == "test_contract_experts.py":
+            item.add_marker("gpu")
 
 
 @pytest.fixture(scope="session", params=["vllm", "sglang"])

@@ -1,4 +1,8 @@
-"""An engine, the Hugging Face model that it must agree with, and a process that sends it new weights."""
+"""An engine, the Hugging Face model that it must agree with, and a process that sends it new weights.
+
+On a CPU in float32. With TEST_DEVICE=cuda engines start as they do on a GPU, small and in bfloat16, and are compared with the tolerances
+of that. TEST_DTYPE sets another dtype.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,13 @@ from roll_lite.distributed.weight_sync.update import checksum
 from roll_lite.models.adapter_files import adapter_shapes
 
 Make = Literal["vllm", "sglang"]
+Dtype = Literal["float32", "bfloat16"]
+DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+DTYPE: Dtype = os.environ.get("TEST_DTYPE", "bfloat16" if DEVICE == "cuda" else "float32")  # type: ignore[assignment]
+EXACT = DTYPE == "float32"
+exact = pytest.mark.skipif(not EXACT, reason="in 16 bits another batch rounds differently, which turns a token in forty")
+ON_GPU: dict[str, Any] = {"gpu_memory_utilization": 0.2, "kv_cache_mb": 256}
+"""Room for a few engines on one GPU, each with a cache as on a CPU."""
 SHARPNESS = 2.0
 PROMPT = (20, 7, 33, 41)
 BLOCK = 128  # tokens in a block of vLLM's key/value cache on a CPU: shorter prefixes are not cached
@@ -54,7 +65,7 @@ def require(make: Make) -> None:
             continue
         return
     reason = f"{make} is not installed (make install does that)"
-    if os.environ.get("CI"):
+    if os.environ.get("CI") and DEVICE == "cpu":  # environments for GPUs have one of the engines
         pytest.fail(f"{reason}, and in CI its tests must not be skipped")
     pytest.skip(reason)
 
@@ -184,10 +195,11 @@ def _serve_log_probs(connection: Connection) -> None:
     from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         while (order := connection.recv()) is not None:
             path, prompt, responses, temperature = order
-            strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype="float32"), MegatronStrategyConfig(), "model.path"))
+            strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype=DTYPE), MegatronStrategyConfig(), "model.path"))
             strategy.initialize()
             rows = [torch.tensor([*prompt, *response]) for response in responses]
             masks = [torch.arange(len(row)) >= len(prompt) for row in rows]
@@ -248,7 +260,7 @@ class Harness:
         family: Family = "qwen2",
         tied: bool = True,
         max_model_len: int = 512,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: Dtype = DTYPE,
         make: Make = "vllm",
         layers: int = 2,
         shape: Mapping[str, int] = NO_SHAPE,
@@ -257,6 +269,10 @@ class Harness:
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
+        if DEVICE == "cuda":
+            options = (ON_GPU if "gpu_memory_utilization" not in options else {}) | options
+            if (workers := options.get("tensor_parallel", 1)) > torch.cuda.device_count():
+                pytest.skip(f"this wants {workers} GPUs, and there are {torch.cuda.device_count()}")
         make_tiny_model(folder, family, tied, layers=layers, sharpness=SHARPNESS, dtype=torch_dtype, **shape)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -383,6 +399,28 @@ class Harness:
         expected = log_probs_of(self.hf_logits(completion.token_ids), completion.token_ids)
         return float((torch.tensor(completion.log_probs) - expected).abs().mean())
 
+    def assert_greedy(self, completion: Completion, max_tokens: int, prompt: Sequence[int] = PROMPT) -> None:
+        """The model's own greedy response; in 16 bits each token is the likeliest after those before it, but for rounding."""
+        if EXACT:
+            assert list(completion.token_ids) == self.hf_greedy(max_tokens, prompt)
+        else:
+            assert completion.error is None
+            assert_likeliest(completion.token_ids, self.hf_logits(completion.token_ids, prompt))
+
+    def assert_as_before(self, found: Completion, before: Completion) -> None:
+        """Of a greedy response."""
+        if EXACT:
+            assert found.token_ids == before.token_ids
+        else:
+            self.assert_greedy(found, len(before.token_ids))
+
+    async def free(self, max_tokens: int, prompt: Sequence[int] = PROMPT, **sampling: Any) -> Completion:
+        """A greedy response that the next request for it repeats: where the prompt is computed and where it comes from the prefix cache,
+        16 bits are rounded differently."""
+        if not EXACT:
+            await self.one(max_tokens, prompt, **sampling)
+        return await self.one(max_tokens, prompt, **sampling)
+
     def save_reference(self) -> None:
         """The oracle's weights, as a checkpoint."""
         self.reference.save_pretrained(self.folder)
@@ -392,14 +430,34 @@ def log_probs_of(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
+ROUNDED = 0.1
+"""Nats. Between bfloat16 and float32 these models' log-probs differ by 0.035 on average, a single one by up to 0.4."""
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    """Of log-probs: each of them; in 16 bits on average, of those that rounding has not moved out of what is kept."""
+    if EXACT:
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+        return
+    finite = expected.isfinite()
+    assert finite.float().mean() > 0.8
+    difference = (found - expected)[finite].abs().mean()
+    assert difference < tolerance / 1e-4 * (ROUNDED + 0.5 / len(found)), f"log-probs are off by {difference} nats on average"
+
+
 def assert_log_probs(completion: Completion, logits: torch.Tensor, tolerance: float = 1e-4) -> None:
     assert completion.error is None and completion.token_ids
-    torch.testing.assert_close(torch.tensor(completion.log_probs), log_probs_of(logits, completion.token_ids), atol=tolerance, rtol=0)
+    assert_near(torch.tensor(completion.log_probs), log_probs_of(logits, completion.token_ids), tolerance)
 
 
-def assert_greedy(tokens: Sequence[int], logits: torch.Tensor) -> None:
-    """Each token is the likeliest but for rounding; EOS was forbidden."""
-    logits = logits.clone()
-    logits[:, EOS_ID] = float("-inf")
+CLEAR = 0.5
+"""Logits by which the likeliest token has to lead, for bfloat16 to agree about it: several times what it rounds away."""
+
+
+def assert_likeliest(tokens: Sequence[int], logits: torch.Tensor) -> None:
+    """Each token is the likeliest but for rounding, which in 16 bits grows with the context: one in twenty may be far behind."""
     gap = logits.max(-1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    assert gap.max() < 1e-3, f"at token {int(gap.argmax())} of {len(tokens)}"
+    if EXACT:
+        assert gap.max() < 1e-3, f"at token {int(gap.argmax())} of {len(tokens)}"
+    else:
+        assert (gap < CLEAR).float().mean() > 0.95, f"behind by {gap.topk(min(5, len(gap))).values.tolist()}"

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_harness import BLOCK, PROMPT, Harness, log_probs_of
+from engine_harness import BLOCK, EXACT, PROMPT, Harness, assert_likeliest, assert_near, exact, log_probs_of
 from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
@@ -74,7 +74,7 @@ def assert_record(record: TokenRecord, logits: torch.Tensor) -> None:
     prompt = len(PROMPT)
     assert record.ids[:prompt].tolist() == list(PROMPT) and record.mask.tolist() == [False] * prompt + [True] * (len(record) - prompt)
     expected = log_probs_of(logits, record.ids[prompt:].tolist())
-    torch.testing.assert_close(torch.from_numpy(record.log_probs[prompt:]), expected, atol=1e-4, rtol=0)
+    assert_near(torch.from_numpy(record.log_probs[prompt:]), expected)
 
 
 async def test_greedy_equals_the_uninterrupted_response_twice_interrupted(engine: Harness, pump: CompletionPump) -> None:
@@ -90,9 +90,13 @@ async def test_greedy_equals_the_uninterrupted_response_twice_interrupted(engine
     turn = (await turns(pump, spoken))[spoken.request_id]
     assert len(PROMPT) + LONG - 2 * BLOCK < turn.cached_tokens <= len(PROMPT) + LONG, "a later turn finds what was said in the cache"
     record = whole(third)
-    assert record.ids[len(PROMPT) :].tolist() == list(uninterrupted.token_ids)
-    assert third.text == uninterrupted.text and uninterrupted.text.startswith(second.text) and second.text.startswith(first.text)
-    assert_record(record, engine.hf_logits(uninterrupted.token_ids, without_eos=True))
+    tokens = record.ids[len(PROMPT) :].tolist()
+    assert third.text.startswith(second.text) and second.text.startswith(first.text)
+    if EXACT:
+        assert tokens == list(uninterrupted.token_ids) and third.text == uninterrupted.text
+    logits = engine.hf_logits(tokens, without_eos=True)
+    assert_likeliest(tokens, logits)
+    assert_record(record, logits)
 
 
 async def test_sampled_under_truncation_and_three_sets_of_weights(engine: Harness, pump: CompletionPump) -> None:
@@ -124,6 +128,7 @@ async def test_sampled_under_truncation_and_three_sets_of_weights(engine: Harnes
         assert record.log_probs[: len(earlier)].tolist() == earlier.log_probs.tolist(), "nothing of earlier parts has been recomputed"
 
 
+@exact
 async def test_a_stop_text_across_the_seam_ends_it_at_the_same_token(engine: Harness, pump: CompletionPump) -> None:
     free = await engine.one(60, min_tokens=60)
     stop = free.text[20:24]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import Harness, assert_log_probs, require
+from engine_harness import EXACT, Harness, assert_log_probs, exact, require
 from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import Completion, FinishReason
@@ -48,6 +48,8 @@ async def test_an_interruption_does_not_start_min_tokens_again(engine: Harness, 
     if interruption == "update":
         assert any(len(completion.versions) == 2 for completion in completions.values())
         return
+    if not EXACT:
+        return
     undisturbed = await engine.all(requests)
     same = sum(completion.token_ids == completions[completion.request_id].token_ids for completion in undisturbed)
     assert same >= len(requests) - 1, "another batch rounds differently, which may turn one draw, not several"
@@ -56,7 +58,7 @@ async def test_an_interruption_does_not_start_min_tokens_again(engine: Harness, 
 async def free_running(engine: Harness, length: int, least: int = 0) -> tuple[tuple[int, ...], Completion]:
     """A prompt and its greedy response, which nothing ends and in which each token is a character."""
     for first in range(5, 60):
-        completion = await engine.one(length, (first, 7), min_tokens=least)
+        completion = await engine.free(length, (first, 7), min_tokens=least)
         if completion.finish_reason == FinishReason.LENGTH and len(completion.text) == length:
             return (first, 7), completion
     raise AssertionError("every response of this model ends early")
@@ -74,6 +76,7 @@ async def test_a_stop_text_counts_where_it_ends_after_min_tokens(engine: Harness
     assert completion.finish_reason == (FinishReason.STOP if end < length else FinishReason.LENGTH)
 
 
+@exact
 async def test_a_stop_text_is_found_across_a_pause(engine: Harness) -> None:
     length, least = 80, 70
     prompt, free = await free_running(engine, length, least)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import Harness, Make, assert_log_probs, random_state, require
+from engine_harness import DEVICE, DTYPE, EXACT, ON_GPU, Harness, Make, assert_log_probs, require
 from support_models import load_hf, make_tiny_model
 
-from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.build import build_engine
-from roll_lite.distributed.weight_sync.update import checksum
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.nightly]
 
@@ -29,10 +28,9 @@ async def test_new_weights_of_experts(tmp_path: Path, make: Make, layout: dict[s
         for seed in (None, 101, 102):
             if seed is not None:
                 await engine.update(seed)
-                expected = {name: checksum(tensor) for name, tensor in random_state("qwen3_moe", False, seed).items()}
-                assert await engine.strategy.weight_checksums() == expected
+                assert await engine.strategy.weight_checksums() == engine.checksums()
             completion = await engine.one(32)
-            assert list(completion.token_ids) == engine.hf_greedy(32)
+            engine.assert_greedy(completion, 32)
             assert_log_probs(completion, engine.hf_logits(completion.token_ids))
     finally:
         await engine.stop()
@@ -45,12 +43,17 @@ def choices(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([each.topk(2).indices.sort(1).values for each in logits], dim=1)
 
 
-async def test_the_engine_says_where_its_tokens_went(tmp_path: Path) -> None:
+NOT_ON_CPU = pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU vLLM does not tell of experts")
+
+
+@pytest.mark.parametrize("make", ["sglang", pytest.param("vllm", marks=NOT_ON_CPU)])
+async def test_the_engine_says_where_its_tokens_went(tmp_path: Path, make: Make) -> None:
     """Of prompts, also cached ones, and responses, also continued and aborted ones; all tokens but the last, which it has not run."""
-    require("sglang")
+    require(make)
     path = make_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, sharpness=2.0, layers=3)
-    strategy = SglangStrategyConfig(kv_cache_mb=64, max_running_requests=8)
-    engine = build_engine(EngineSpec(ModelConfig(path=path, dtype="float32"), strategy, max_model_len=512, columns=("rollout_experts",)))
+    options = (ON_GPU if DEVICE == "cuda" else {}) | {"kv_cache_mb": 64, "max_running_requests": 8}
+    strategy = SglangStrategyConfig(**options) if make == "sglang" else VllmStrategyConfig(**options)
+    engine = build_engine(EngineSpec(ModelConfig(path=path, dtype=DTYPE), strategy, max_model_len=512, columns=("rollout_experts",)))
     await engine.initialize()
 
     async def checked(*requests: GenerationRequest, abort_after: float | None = None) -> list[Completion]:
@@ -63,7 +66,8 @@ async def test_the_engine_says_where_its_tokens_went(tmp_path: Path) -> None:
             tokens = (*prompts[completion.request_id], *completion.token_ids)
             assert completion.experts.shape == (len(tokens) - 1, 3 * 2)
             told = torch.from_numpy(completion.experts).view(-1, 3, 2).long().sort(2).values
-            assert torch.equal(told, choices(path, tokens)[:-1])
+            alike = (told == choices(path, tokens)[:-1]).float().mean()
+            assert alike == 1 if EXACT else alike > 0.9
         return found
 
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import SHARPNESS, Harness, Make, assert_log_probs, log_probs_of, require
+from engine_harness import CLEAR, SHARPNESS, Harness, Make, assert_log_probs, log_probs_of, require
 from megatron_ranks import RankPool
 from support_models import Family, by_checkpoint, load_hf, make_tiny_model
 from trainer_ranks import Ranks, Trainer, nudge
@@ -35,12 +35,8 @@ def nudged(path: Path, dtype: torch.dtype) -> Any:
 
 async def assert_serves(engine: Harness, tolerance: float = 1e-4) -> None:
     completion = await engine.one(TOKENS)
-    assert list(completion.token_ids) == engine.hf_greedy(TOKENS)
+    engine.assert_greedy(completion, TOKENS)
     assert_log_probs(completion, engine.hf_logits(completion.token_ids), tolerance)
-
-
-CLEAR = 0.5
-"""Logits by which the likeliest token has to lead, for bfloat16 to agree about it: several times what it rounds away."""
 
 
 async def assert_serves_rounded(engine: Harness) -> None:

@@ -32,7 +32,7 @@ def started_by_sglang(engine: Harness, title: str) -> psutil.Process:
 
 async def serves_reference(engine: Harness, temperature: float = 0.0) -> None:
     completion = await engine.one(24)
-    assert list(completion.token_ids) == engine.hf_greedy(24)
+    engine.assert_greedy(completion, 24)
     assert_log_probs(completion, engine.hf_logits(completion.token_ids))
     sampled = await engine.one(24, temperature=0.7, seed=3)
     assert_log_probs(sampled, engine.hf_logits(sampled.token_ids) / 0.7)

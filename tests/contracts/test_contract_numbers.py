@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import Harness, MegatronProcess, assert_log_probs, log_probs_of
+from engine_harness import EXACT, Harness, MegatronProcess, assert_log_probs, assert_near, exact, log_probs_of
 from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import Completion, VersionSpan
@@ -21,7 +21,7 @@ TEMPERATURE = 0.7
 async def test_greedy_equals_hugging_face(engine: Harness) -> None:
     for prompt in ((20, 7, 33, 41), (5,), tuple(range(10, 60))):
         completion = await engine.one(32, prompt)
-        assert list(completion.token_ids) == engine.hf_greedy(32, prompt)
+        engine.assert_greedy(completion, 32, prompt)
         assert_log_probs(completion, engine.hf_logits(completion.token_ids, prompt))
         assert completion.versions == (VersionSpan(0, engine.version),)
 
@@ -48,7 +48,7 @@ async def test_log_probs_are_the_trainers(engine: Harness, trainer: MegatronProc
     engine.save_reference()
     expected = trainer.log_probs(engine.folder, engine.PROMPT, [c.token_ids for c in completions], temperature)
     for completion, log_probs in zip(completions, expected, strict=True):
-        torch.testing.assert_close(torch.tensor(completion.log_probs), log_probs, atol=1e-4, rtol=0)
+        assert_near(torch.tensor(completion.log_probs), log_probs)
 
 
 def survivors(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
@@ -62,6 +62,16 @@ def survivors(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: f
             kept.add(token)
         reached += p[token] / mass
     return kept
+
+
+def assert_survivors(completion: Completion, logits: torch.Tensor, sampling: dict[str, Any]) -> None:
+    """`kept_ids` are what the definitions keep; in 16 bits nearly everywhere, and elsewhere but for a few tokens at the border."""
+    assert completion.kept_ids is not None
+    wrong = [len(set(kept) ^ survivors(row, **sampling)) for kept, row in zip(completion.kept_ids, logits, strict=True)]
+    if EXACT:
+        assert not any(wrong)
+    else:
+        assert sum(map(bool, wrong)) <= len(wrong) / 3 and max(wrong) <= 4
 
 
 def masked(logits: torch.Tensor, kept_ids: Any) -> torch.Tensor:
@@ -91,9 +101,9 @@ async def test_the_keep_mask_says_what_survived(engine: Harness, sampling: dict[
     completion = await engine.one(40, temperature=TEMPERATURE, seed=3, keep_mask=True, **sampling)
     assert completion.kept_ids is not None and len(completion.kept_ids) == len(completion.token_ids)
     logits = engine.hf_logits(completion.token_ids) / TEMPERATURE
-    for token, kept, row in zip(completion.token_ids, completion.kept_ids, logits, strict=True):
+    for token, kept in zip(completion.token_ids, completion.kept_ids, strict=True):
         assert token in kept and len(set(kept)) == len(kept)
-        assert set(kept) == survivors(row, **sampling)
+    assert_survivors(completion, logits, sampling)
     assert_log_probs(completion, masked(logits, completion.kept_ids))
 
 
@@ -144,10 +154,28 @@ async def test_seeds_reproduce_alone_and_among_others(engine: Harness) -> None:
     requests = [engine.request(24, temperature=1.0, seed=seed) for seed in (11, 12, 13, 14, 11)]
     by_id = {completion.request_id: completion for completion in await engine.all(requests)}
     first, *others, again = (by_id[request.request_id].token_ids for request in requests)
-    assert first == again
     assert len({first, *others}) == 4
     later = await engine.one(24, temperature=1.0, seed=11)
-    assert later.token_ids == first
+    if EXACT:
+        assert first == again
+        assert later.token_ids == first
+
+
+def shared(one: Completion, other: Completion) -> float:
+    """The part of a response up to the first token that differs."""
+    alike = [mine == theirs for mine, theirs in zip(one.token_ids, other.token_ids, strict=True)]
+    return [*alike, False].index(False) / len(alike)
+
+
+async def test_responses_of_a_seed_begin_alike_and_others_do_not(engine: Harness) -> None:
+    """In one batch, and alone. In 16 bits each token in forty is another one in a batch of another size, and then all later ones."""
+    requests = [engine.request(24, temperature=1.0, seed=seed, min_tokens=24) for seed in [*range(16), *range(16)]]
+    by_id = {completion.request_id: completion for completion in await engine.all(requests)}
+    said = [by_id[request.request_id] for request in requests]
+    alone = [await engine.one(24, temperature=1.0, seed=seed, min_tokens=24) for seed in range(16)]
+    for again in (said[16:], alone):
+        assert sum(map(shared, said, again)) / 16 >= (1.0 if EXACT else 0.4)
+    assert sum(map(shared, said, said[1:17])) / 16 < 0.2
 
 
 async def test_seeded_requests_may_join_others_and_others_them(engine: Harness) -> None:
@@ -162,7 +190,8 @@ async def test_seeded_requests_may_join_others_and_others_them(engine: Harness) 
 
     await asyncio.gather(*map(later, range(len(requests))))
     by_id = {completion.request_id: completion for completion in completions}
-    assert by_id[requests[2].request_id].token_ids == alone.token_ids
+    if EXACT:
+        assert by_id[requests[2].request_id].token_ids == alone.token_ids
     assert len({completion.token_ids for completion in completions}) == len(requests)
     for completion in completions:
         assert len(completion.token_ids) == 40
@@ -181,6 +210,7 @@ async def test_samples_follow_the_distribution(engine: Harness, seeded: bool) ->
     assert chi_squared < degrees + 5 * (2 * degrees) ** 0.5
 
 
+@exact
 async def test_a_wave_admitted_while_paused_repeats_to_the_last_bit(engine: Harness) -> None:
     waves = []
     for _ in range(2):

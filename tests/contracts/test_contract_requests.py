@@ -50,7 +50,7 @@ async def test_the_context_ends_a_response_too(engine: Harness) -> None:
 
 
 async def test_stop_string(engine: Harness) -> None:
-    free = await engine.one(40, min_tokens=40)
+    free = await engine.free(40, min_tokens=40)
     stop = free.text[20:22]
     end = free.text.index(stop) + len(stop)
     completion = await engine.one(40, min_tokens=0, stop=(stop,))
@@ -61,7 +61,7 @@ async def test_stop_string(engine: Harness) -> None:
 
 
 async def test_stop_token(engine: Harness) -> None:
-    free = await engine.one(40, min_tokens=40)
+    free = await engine.free(40, min_tokens=40)
     token = free.token_ids[12]
     first = free.token_ids.index(token)
     absent = max(set(range(VOCAB_SIZE)) - set(free.token_ids))
@@ -287,7 +287,7 @@ async def test_offloaded_and_loaded_again_it_serves(engine: Harness) -> None:
     assert {completion.request_id for completion in completions} == set(ids)
     assert all(c.finish_reason == FinishReason.ABORT and 0 < len(c.token_ids) < LONG for c in completions)
     await engine.strategy.load()
-    assert (await engine.one(8)).token_ids == before.token_ids
+    engine.assert_as_before(await engine.one(8), before)
 
 
 @pytest.mark.parametrize("parts", list(itertools.permutations(EngineMemory)), ids="+".join)
@@ -306,7 +306,7 @@ async def test_requests_wait_until_every_part_is_back(engine: Harness, parts: tu
     await asyncio.sleep(0.1)
     assert not late.done()
     await engine.strategy.load()
-    assert (await late).token_ids == before.token_ids
+    engine.assert_as_before(await late, before)
     assert not engine.strategy.life.away
 
 

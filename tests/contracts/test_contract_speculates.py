@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from engine_harness import Harness, Make, assert_log_probs, make_strategy, require
+from engine_harness import DEVICE, Harness, Make, assert_log_probs, make_strategy, require
 from support_completions import completions
 from support_models import load_hf
 from test_contract_continues import (  # noqa: F401 (collected here once more, for another engine)
@@ -23,8 +23,8 @@ from test_contract_continues import (  # noqa: F401 (collected here once more, f
 )
 from test_contract_numbers import (  # noqa: F401
     TEMPERATURE,
+    assert_survivors,
     masked,
-    survivors,
     test_a_wave_admitted_while_paused_repeats_to_the_last_bit,
     test_greedy_equals_hugging_face,
     test_log_probs_are_the_trainers,
@@ -119,6 +119,7 @@ def replayed(prompt: Sequence[int], response: Sequence[int], probabilities: torc
     return drafted, accepted, expected, variance
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on GPUs vLLM fills its drafts up, where nothing matches")
 async def test_drafts_are_accepted_as_often_as_the_model_would_say_them(engine: Harness) -> None:
     """The engine's own counts too, which metrics are made of."""
     requests = [engine.request(60, AGAIN, 1.0, seed=seed, min_tokens=60) for seed in range(40)]
@@ -138,7 +139,7 @@ async def test_log_probs_and_keep_masks_under_truncation(engine: Harness, sampli
     for completion in await engine.all([engine.request(40, AGAIN, TEMPERATURE, seed=n, keep_mask=True, **sampling) for n in range(4)]):
         logits = engine.hf_logits(completion.token_ids, AGAIN) / TEMPERATURE
         assert completion.kept_ids is not None
-        assert [set(kept) for kept in completion.kept_ids] == [survivors(row, **sampling) for row in logits]
+        assert_survivors(completion, logits, sampling)
         assert_log_probs(completion, masked(logits, completion.kept_ids))
 
 

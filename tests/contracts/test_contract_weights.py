@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import BLOCK, Harness, assert_greedy, assert_log_probs, log_probs_of, require
+from engine_harness import BLOCK, Harness, assert_likeliest, assert_log_probs, require
 from support_models import EOS_ID, Family
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
@@ -28,7 +28,7 @@ LONGEST = 960
 
 async def assert_serves_reference(engine: Harness) -> None:
     completion = await engine.one(32)
-    assert list(completion.token_ids) == engine.hf_greedy(32)
+    engine.assert_greedy(completion, 32)
     assert_log_probs(completion, engine.hf_logits(completion.token_ids))
     assert completion.versions == (VersionSpan(0, engine.version),)
 
@@ -104,7 +104,7 @@ async def test_nothing_runs_on_half_loaded_weights(engine: Harness) -> None:
     (completion,) = await task
     assert [span.version for span in completion.versions] == [old_version, engine.version]
     _assert_spans(engine, completion, completion.versions[1].start, old)
-    assert list((await late).token_ids) == engine.hf_greedy(8)
+    engine.assert_greedy(await late, 8)
 
 
 def _assert_spans(engine: Harness, completion: Completion, start: int, old: torch.nn.Module) -> None:
@@ -114,10 +114,9 @@ def _assert_spans(engine: Harness, completion: Completion, start: int, old: torc
     old_logits = engine.hf_logits(completion.token_ids)
     engine.reference = new
     logits = torch.cat([old_logits[:start], engine.hf_logits(completion.token_ids)[start:]])
-    assert_greedy(completion.token_ids, logits)
     logits[:, EOS_ID] = float("-inf")
-    expected = log_probs_of(logits, completion.token_ids)
-    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=5e-4, rtol=0)
+    assert_likeliest(completion.token_ids, logits)
+    assert_log_probs(completion, logits, 5e-4)
 
 
 async def test_new_weights_come_while_the_cache_is_away(engine: Harness) -> None:
@@ -134,7 +133,8 @@ async def test_new_weights_come_while_the_cache_is_away(engine: Harness) -> None
     assert not late.done()
     await engine.strategy.load([EngineMemory.KV_CACHE])
     completion = await late
-    assert list(completion.token_ids) == engine.hf_greedy(8) and completion.versions == (VersionSpan(0, engine.version),)
+    engine.assert_greedy(completion, 8)
+    assert completion.versions == (VersionSpan(0, engine.version),)
     await assert_serves_reference(engine)
 
 

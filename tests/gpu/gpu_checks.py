@@ -11,6 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
@@ -100,6 +101,79 @@ def attention_against_float64(device: str, heads: int, keys: int, width: int, le
             assert difference < tolerance, f"window {window}: relative difference {difference}"
 
 
+GRADIENTS = {("cpu", "float32"): 1e-5, ("cuda", "float32"): 1e-4, ("cuda", "bfloat16"): 5e-2}
+"""Relative difference of each parameter's gradient; relative to the largest of all where one is next to nothing."""
+
+
+def gradients_against_float64(folder: Path, device: str, dtype: str, layout: dict[str, Any], lengths: Sequence[int] = LENGTHS) -> None:
+    """Of each parameter, from a training step over packed rows; Hugging Face's model has one row at a time, in float64 on the host."""
+    from megatron_cases import assert_same, batch_of, expected_of, hf_loss, own_gradients, started, weighted_loss
+    from support_models import by_checkpoint, load_hf
+    from support_passes import train_step
+
+    from roll_lite.config.schema.models import OptimizerConfig
+    from roll_lite.data.microbatch import TokenBudget
+
+    oracle, batch = load_hf(folder, torch.float64), batch_of(lengths)
+    oracle.set_experts_implementation("eager")  # grouped products have no float64
+    hf_loss(oracle, batch).backward()
+    expected = by_checkpoint({name: one.grad.float() for name, one in oracle.named_parameters() if one.grad is not None})
+    strategy = started(folder, OptimizerConfig(lr=1e-30, clip_grad=0.0), dtype, distributed_optimizer=False, **layout)
+    assert strategy.device.type == device
+    train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], TokenBudget(max(lengths) * 3 // 2))
+    own = own_gradients(strategy)
+    if own:
+        assert_same(own, expected_of(own, expected, layout), GRADIENTS[device, dtype])
+
+
+def kernels_against_float64(device: str) -> None:
+    """Values and gradients of each kernel alone, against its formula in float64 on the host."""
+    from test_fused_kernels import fused, swiglu
+
+    from roll_lite.distributed.strategy.megatron.experts import _GroupedProduct
+    from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+    from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
+
+    generator, (dtype, tolerance) = torch.Generator().manual_seed(0), (torch.bfloat16, 2e-2) if device == "cuda" else (torch.float32, 1e-5)
+    counts, targets, temperatures = [70, 0, 122, 8], torch.randint(0, 3000, (200,), generator=generator), torch.linspace(0.5, 1.5, 200)
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        where = hidden.device
+        vocabulary = Vocabulary(3000, 3000, None, targets.to(where), temperatures.to(where), block_words=1000)
+        return torch.stack(log_probs_and_entropy(hidden, weight, vocabulary, entropy=True))  # type: ignore[arg-type]
+
+    def plain_head(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        log_probs = (hidden @ weight.T / temperatures[:, None]).log_softmax(-1)
+        return torch.stack([log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)])
+
+    def grouped(tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return _GroupedProduct.apply(tokens, torch.tensor(counts).cumsum(0).int().to(tokens.device), *weights)
+
+    def one_by_one(tokens: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part @ weight.T for part, weight in zip(tokens.split(counts), weights, strict=True)])
+
+    def of_experts(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return fused(x, weights.float())
+
+    cases: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], list[tuple[int, ...]]]] = {
+        "output layer": (head, plain_head, [(200, 64), (3000, 64)]),
+        "SwiGLU": (lambda x: fused(x[:, None], None)[:, 0], lambda x: swiglu(x, None), [(200, 128)]),
+        "SwiGLU of experts": (of_experts, swiglu, [(200, 128), (200, 1)]),
+        "product of experts": (grouped, one_by_one, [(200, 64), *[(48, 64)] * 4]),
+    }
+    for name, (kernel, plain, shapes) in cases.items():
+        whole = [torch.randn(shape, generator=generator).mul(shape[-1] ** -0.25).to(dtype) for shape in shapes]
+        results = []
+        for function, where, kind in ((kernel, device, dtype), (plain, "cpu", torch.float64)):
+            parts = [part.to(where, kind).requires_grad_() for part in whole]
+            value = function(*parts)
+            slope = torch.linspace(-1, 1, value.numel(), device=where).view_as(value)
+            results.append([value, *torch.autograd.grad((value.float() * slope).sum() if kind == dtype else (value * slope).sum(), parts)])
+        for found, expected in zip(*results, strict=True):
+            difference = float(((found.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-9)).detach())
+            assert difference < tolerance, f"{name}: relative difference {difference}"
+
+
 def offload_frees_memory(folder: Path, device: str) -> tuple[int, int, int]:
     """Bytes on the device before, while all is away, and after; training goes on as if nothing had been moved."""
     from megatron_cases import batch_of, started, weighted_loss
@@ -117,7 +191,8 @@ def offload_frees_memory(folder: Path, device: str) -> tuple[int, int, int]:
     away = held_by(moved, device)
     moved.load(StateGroup)
     losses = [train_step(strategy, batch_of(LENGTHS, seed=4), weighted_loss, ["log_probs"], 6).loss for strategy in (moved, stays)]
-    assert losses[0] == losses[1], "what came back is what went"
+    # What came back is what went; a GPU's kernels add up in any order.
+    assert losses[0] == (pytest.approx(losses[1], rel=2e-2) if device == "cuda" else losses[1])
     return before, away, held_by(moved, device)
 
 

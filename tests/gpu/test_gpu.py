@@ -5,9 +5,12 @@ Of the trainer the same functions run on a CPU in every test run; what engines d
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import megatron_cases
 import pytest
 import torch
 from engine_harness import PROMPT, Harness, Make, require
@@ -15,6 +18,8 @@ from gpu_checks import (
     TOLERANCES,
     as_ranks,
     attention_against_float64,
+    gradients_against_float64,
+    kernels_against_float64,
     offload_frees_memory,
     peaks_of_a_step,
     planned_peaks,
@@ -30,6 +35,7 @@ from test_megatron_lora import make_adapters
 from test_megatron_oracle import check_many
 
 from roll_lite.config.schema.models import LoraConfig
+from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.distributed.strategy.inference.life import EngineMemory
 from roll_lite.distributed.weight_sync.update import checksum
 
@@ -99,6 +105,29 @@ def test_attention_of_packed_rows(device: str, heads: int, keys: int, width: int
 
 
 @pytest.mark.parametrize("device", BOTH)
+def test_kernels_alone(device: str) -> None:
+    """The output layer's log-probs and entropies, SwiGLU and its form for experts, the product of all experts."""
+    kernels_against_float64(device)
+
+
+CP2 = pytest.param({"context_parallel": 2}, id="CP2", marks=() if CUDA else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("layout", [pytest.param({}, id="one rank"), CP2])
+@pytest.mark.parametrize("device", BOTH)
+def test_gradients_of_each_parameter(tmp_path: Path, device: str, layout: dict[str, int]) -> None:
+    """Also where two ranks share each row. On a GPU in both dtypes, whose attention kernels differ; experts in float32, since rounding
+    sends some tokens to others."""
+    ranks = layout.get("context_parallel", 1)
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"this wants {ranks} GPUs, and there is one")
+    cases: list[tuple[Family, str]] = [("qwen3", "float32"), ("llama", "float32"), ("qwen3_moe", "float32")]
+    cases += [("qwen3", "bfloat16"), ("llama", "bfloat16")] if device == "cuda" else []
+    paths = {family: tiny(tmp_path / family, family, tied=family == "qwen3") for family, _ in cases}
+    as_ranks(ranks, check_many, [(gradients_against_float64, paths[family], device, dtype, layout) for family, dtype in cases])
+
+
+@pytest.mark.parametrize("device", BOTH)
 def test_what_is_offloaded_is_free(tmp_path: Path, device: str) -> None:
     ((before, away, after),) = as_ranks(1, offload_frees_memory, tiny(tmp_path / "m"), device)
     # On a GPU a second strategy that stays is part of what is counted: half of the memory.
@@ -110,6 +139,23 @@ def test_what_is_offloaded_is_free(tmp_path: Path, device: str) -> None:
 @pytest.mark.parametrize("layout", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}])
 def test_two_gpus_over_nccl(tmp_path: Path, layout: dict[str, int]) -> None:
     as_ranks(2, step_against_hf, tiny(tmp_path / "m", "qwen3"), "cuda", "bfloat16", layout)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_computed_again_may_be_rounded_differently_on_a_gpu_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_cases, "DEVICE", device)
+    weight, result = torch.linspace(1, 2, 100), TrainResult({}, loss=1.5, grad_norm=2.5, lr=0.1)
+    rounded, other = (replace(result, grad_norm=2.5 * (1 + by)) for by in (1e-6, 1e-2))
+    with nullcontext() if device == "cuda" else pytest.raises(AssertionError):
+        megatron_cases.assert_equal({"weight": weight * (1 + 1e-6)}, {"weight": weight})
+    with nullcontext() if device == "cuda" else pytest.raises(AssertionError):
+        megatron_cases.assert_repeats([rounded], [result])
+    with pytest.raises(AssertionError):
+        megatron_cases.assert_equal({"weight": weight.flip(0)}, {"weight": weight})
+    with pytest.raises(AssertionError):
+        megatron_cases.assert_repeats([other], [result])
+    megatron_cases.assert_equal({"weight": weight}, {"weight": weight.clone()})
+    megatron_cases.assert_repeats([result], [replace(result)])
 
 
 def free_bytes() -> int:
@@ -130,11 +176,11 @@ async def test_an_engine_beside_a_trainer(tmp_path: Path, make: Make, lora: Lora
         for seed in (101, 102):
             await engine.update(seed)
             assert engine.mean_difference(await engine.one(32)) < TOLERANCES["bfloat16"][0]
-        before, said = free_bytes(), await engine.one(32)
+        before = free_bytes()
         await engine.strategy.offload(EngineMemory)
         assert free_bytes() > before + (256 << 20), "what an engine lets go is free for others"
         await engine.strategy.load(EngineMemory)
-        assert (await engine.one(32)).token_ids == said.token_ids
+        assert engine.mean_difference(await engine.one(32)) < TOLERANCES["bfloat16"][0]
         sampled = await engine.one(64, temperature=1.0, seed=3)
         engine.save_reference()
         (trained,) = as_ranks(1, trainers_log_probs, engine.folder, "bfloat16", PROMPT, sampled.token_ids)

@@ -51,11 +51,26 @@ def test_the_target_runs_every_test_that_wants_a_gpu() -> None:
     assert [str(file) for file in files if not any(file.is_relative_to(target) for target in run)] == []
 
 
+CONTRACT = {
+    "numbers": "test_log_probs_are_the_trainers",
+    "requests": "test_abort_one_many_unknown_all",
+    "ends": "test_an_interruption_does_not_start_min_tokens_again",
+    "continues": "test_sampled_under_truncation_and_three_sets_of_weights",
+    "weights": "test_nothing_of_the_old_weights_stays_in_the_prefix_cache",
+    "adapters": "test_an_update_that_breaks_off_half_way_changes_nothing",
+    "experts": "test_the_engine_says_where_its_tokens_went",
+}
+"""Of each part of the engines' contract a test."""
+
+
 @pytest.mark.slow
-def test_the_target_collects_more_than_a_hundred_tests_without_an_error() -> None:
+def test_the_target_collects_more_than_three_hundred_tests_without_an_error() -> None:
     (targets,) = re.findall(r"^ON_GPU := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", *targets.split()]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"TEST_DEVICE": "cuda"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " error" not in done.stdout, done.stdout + done.stderr
     (collected,) = re.findall(r"^(\d+)/\d+ tests collected", done.stdout, re.MULTILINE)
-    assert int(collected) > 100
+    assert int(collected) > 300
+    for part, name in CONTRACT.items():
+        makes = set(re.findall(rf"test_contract_{part}\.py::{name}\[(vllm|sglang)", done.stdout))
+        assert makes == {"vllm", "sglang"}, part

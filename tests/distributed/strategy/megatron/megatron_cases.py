@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from megatron_ranks import DEVICE
 from support_models import PAD_ID, VOCAB_SIZE, by_checkpoint, load_hf, make_tiny_model
 from transformers import PreTrainedModel
 
@@ -170,6 +172,25 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     for name, tensor in theirs.items():
         difference = float((ours[name].float() - tensor).norm())
         assert difference <= tolerance * max(float(tensor.norm()), 1e-3 * largest), f"{name}: off by {difference} of {float(tensor.norm())}"
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float = 1e-2) -> None:
+    """What is computed a second time: the same bits. On a GPU, whose kernels add up in any order, the same but for rounding; biases of
+    keys, whose gradients are rounding and nothing else, are then left out."""
+    if DEVICE == "cpu":
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    else:
+        ours, theirs = ({name: one for name, one in each.items() if "k_proj.bias" not in name} for each in (found, expected))
+        assert_same(ours, {name: theirs[name].float() for name in ours}, tolerance)
+
+
+def assert_repeats(found: Sequence[Any], expected: Sequence[Any], tolerance: float = 1e-4) -> None:
+    """Results of steps that are taken a second time: the same bits. On a GPU losses and gradient norms, but for rounding."""
+    if DEVICE == "cpu":
+        assert found == expected
+    else:
+        ours, theirs = ([number for one in results for number in (one.loss, one.grad_norm)] for results in (found, expected))
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance)
 
 
 def reported_once(folder: Path, own: Sequence[Path]) -> None:

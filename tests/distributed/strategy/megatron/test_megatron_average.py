@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, copied, hf_log_probs, own_weights, reported_once, shard, started, tiny, weighted_loss
+from megatron_cases import assert_equal, batch_of, copied, hf_log_probs, own_weights, reported_once, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_models import load_hf
@@ -117,7 +117,8 @@ def check_average(ranks: RankPool, path: Path, tmp_path: Path, layout: dict[str,
         assert exported[key].dtype == getattr(torch, dtype)
         # A number in the middle of two of bfloat16 may go either way.
         torch.testing.assert_close(exported[key].double(), mean, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
-        assert torch.equal(resumed[key], straight[key]) and torch.equal(from_copy[key], straight[key]), key
+    for again in (resumed, from_copy):
+        assert_equal(straight, again)
     assert any(not torch.equal(straight[key], exported[key]) for key in expected)
     in_checkpoint, beside = (load_all(tmp_path / name / "ema") for name in ("checkpoint", "beside"))
     assert beside.keys() == in_checkpoint.keys() and all(torch.equal(beside[key], in_checkpoint[key]) for key in beside)

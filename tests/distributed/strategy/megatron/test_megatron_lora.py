@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import (
+    assert_equal,
     assert_same,
     batch_of,
     hf_log_probs,
@@ -24,7 +25,7 @@ from megatron_cases import (
     tiny,
     weighted_loss,
 )
-from megatron_ranks import RankPool
+from megatron_ranks import DEVICE, RankPool
 from safetensors.torch import load_file, save_file
 from support_models import by_checkpoint, load_hf
 from support_passes import forward, train_step
@@ -356,6 +357,10 @@ def steps(strategy: MegatronStrategy, numbers: range) -> list[float]:
     return norms
 
 
+def assert_norms(found: list[float], expected: list[float]) -> None:
+    assert found == (expected if DEVICE == "cpu" else pytest.approx(expected, rel=2e-2))
+
+
 def save_and_resume(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A run goes on bit for bit. Offloading in between changes nothing, and frees everything."""
     straight, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))
@@ -366,9 +371,9 @@ def save_and_resume(path: Path, adapters: Path, folder: Path, layout: dict[str, 
     straight.load(StateGroup)
     norms = steps(straight, range(2, 4))
     resumed.load_checkpoint(folder)
-    assert steps(resumed, range(2, 4)) == norms
-    ours, theirs = own_weights(resumed), own_weights(straight)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_norms(steps(resumed, range(2, 4)), norms)
+    ours = own_weights(resumed)
+    assert_equal(ours, own_weights(straight))
     return norms, ours
 
 
@@ -421,9 +426,8 @@ def save_beside_steps(path: Path, adapters: Path, folder: Path, layout: dict[str
     written = running.finish()
     dist.barrier()
     resumed.load_checkpoint(folder)
-    assert steps(resumed, range(2, 4)) == expected
-    ours, theirs = own_weights(resumed), own_weights(strategy)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert_norms(steps(resumed, range(2, 4)), expected)
+    assert_equal(own_weights(resumed), own_weights(strategy))
     return written
 
 
@@ -481,7 +485,7 @@ def two_in_one(path: Path, adapters: Path, layout: dict[str, Any], expected: Exp
         return
     assert list(found) == columns and list(alone) == columns[:1]
     for reference in (found, alone):
-        assert torch.equal(reference["ref_log_probs"].values, apart.ragged("log_probs").values)
+        assert_equal({"log_probs": reference["ref_log_probs"].values}, {"log_probs": apart.ragged("log_probs").values}, 1e-5)
     for row, sample in enumerate(batch.tensor("sample").tolist()):
         torch.testing.assert_close(found["old_log_probs"].row(row), expected.log_probs[sample], rtol=1e-5, atol=1e-5)
 

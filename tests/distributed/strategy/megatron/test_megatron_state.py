@@ -14,7 +14,19 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, copied, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
+from megatron_cases import (
+    assert_equal,
+    assert_repeats,
+    batch_of,
+    copied,
+    optimizer_of,
+    own_weights,
+    parameters_of,
+    shard,
+    started,
+    tiny,
+    weighted_loss,
+)
 from megatron_ranks import DEVICE, RankPool
 from support_passes import forward, train_step
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -62,8 +74,7 @@ def steps(strategy: MegatronStrategy, numbers: range) -> list[TrainResult]:
 
 
 def same_weights(ours: MegatronStrategy, theirs: MegatronStrategy) -> None:
-    expected = own_weights(theirs)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in own_weights(ours).items())
+    assert_equal(own_weights(ours), own_weights(theirs))
 
 
 # ---------------------------------------------------------------- offloading
@@ -104,7 +115,8 @@ def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
         moved.update(strategy.load(groups))
         moved.update(strategy.load(groups))
         copied_only_where_changed(strategy, groups, sizes, moved)
-        assert steps(strategy, range(number, number + 1)) == steps(undisturbed, range(number, number + 1))
+        taken, expected_steps = (steps(one, range(number, number + 1)) for one in (strategy, undisturbed))
+        assert_repeats(taken, expected_steps, 1e-4 if dtype == "float32" else 3e-2)
     same_weights(strategy, undisturbed)
 
 
@@ -163,7 +175,7 @@ def offload_a_reference(path: Path) -> None:
     after = forward(strategy, batch_of(), ["log_probs"], 2)
     assert before is not None
     assert after is not None
-    assert torch.equal(before.ragged("log_probs").values, after.ragged("log_probs").values)
+    assert_equal({"log_probs": after.ragged("log_probs").values}, {"log_probs": before.ragged("log_probs").values}, 1e-5)
     with pytest.raises(AssertionError, match="without an optimizer"):
         train_step(strategy, batch_of(), weighted_loss, ["log_probs"], 2)
 
@@ -227,13 +239,14 @@ def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str
     steps(resumed, range(7, 9))  # anything: loading must overwrite it
     resumed.load_checkpoint(folder)
     assert torch.equal(torch.rand(3), random_numbers), "every rank goes on with its own random numbers"
-    assert steps(resumed, range(first, first + 3)) == expected
+    rounding = 1e-4 if dtype == "float32" else 3e-2
+    assert_repeats(steps(resumed, range(first, first + 3)), expected, rounding)
     same_weights(resumed, straight)
 
     for later in (resumed, begin(path, layout, dtype)):
         later.load_copy(copy)
         assert torch.equal(torch.rand(3), random_numbers)
-        assert steps(later, range(first, first + 3)) == expected
+        assert_repeats(steps(later, range(first, first + 3)), expected, rounding)
         same_weights(later, straight)
 
 
@@ -281,11 +294,11 @@ def resume_in_the_decay(path: Path, folder: Path) -> None:
         copy = copied(straight)
         expected = steps(straight, range(done, 10))
         resumed.load_checkpoint(folder / str(done))
-        assert steps(resumed, range(done, 10)) == expected
+        assert_repeats(steps(resumed, range(done, 10)), expected)
         assert expected[-1].lr == pytest.approx(1e-3 * (1 - 0.75**0.5))
         same_weights(resumed, straight)
         resumed.load_copy(copy)
-        assert steps(resumed, range(done, 10)) == expected
+        assert_repeats(steps(resumed, range(done, 10)), expected)
 
 
 def test_a_schedule_goes_on_where_it_was(ranks: RankPool, path: Path, tmp_path: Path) -> None:
@@ -314,7 +327,7 @@ def save_beside_steps(path: Path, folder: Path, layout: dict[str, Any]) -> dict[
     assert running.is_done
     dist.barrier()
     resumed.load_checkpoint(folder)
-    assert steps(resumed, range(1, 3)) == expected
+    assert_repeats(steps(resumed, range(1, 3)), expected)
     same_weights(resumed, strategy)
     return written
 
@@ -590,9 +603,9 @@ def critic_checkpoint(path: Path, folder: Path) -> None:
     expected = train_step(straight, batch, weighted_loss, ["values"], 3)
     resumed = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     resumed.load_checkpoint(folder)
-    assert train_step(resumed, batch, weighted_loss, ["values"], 3) == expected
+    assert_repeats([train_step(resumed, batch, weighted_loss, ["values"], 3)], [expected])
     resumed.load_copy(copy)
-    assert train_step(resumed, batch, weighted_loss, ["values"], 3) == expected
+    assert_repeats([train_step(resumed, batch, weighted_loss, ["values"], 3)], [expected])
 
 
 def adapters_checkpoint(path: Path, folder: Path) -> None:
@@ -611,14 +624,14 @@ def adapters_checkpoint(path: Path, folder: Path) -> None:
     assert first > 4 * 80_000 > 4 * 20_000 > again > 3 * 4 * adapters
     assert sum(array.nbytes for array in copy[0]) < 4 * 20_000, "frozen weights are not copied"
     resumed.load_checkpoint(folder)
-    assert steps(resumed, range(2, 3)) == expected
+    assert_repeats(steps(resumed, range(2, 3)), expected)
     same_weights(resumed, straight)
     resumed.offload(StateGroup)
     resumed.load(StateGroup)
     resumed.load_copy(copy)
     resumed.offload(StateGroup)
     resumed.load(StateGroup)
-    assert steps(resumed, range(2, 3)) == expected, "its host copies are not the ones from before"
+    assert_repeats(steps(resumed, range(2, 3)), expected)  # its host copies are not the ones from before
 
 
 def test_adapters_resume_too(ranks: RankPool, path: Path, tmp_path: Path) -> None:

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, hf_loss, optimizer_of, own_weights, parameters_of, shard, started, tiny, weighted_loss
+from megatron_cases import (
+    assert_equal,
+    assert_repeats,
+    batch_of,
+    hf_loss,
+    optimizer_of,
+    own_weights,
+    parameters_of,
+    shard,
+    started,
+    tiny,
+    weighted_loss,
+)
 from megatron_ranks import RankPool
 from support_models import by_checkpoint, load_hf
 from support_passes import train_step
@@ -119,7 +131,8 @@ def test_overlapped_reduction_changes_no_bit(ranks: RankPool, path: Path) -> Non
     """After three steps of two data-parallel ranks."""
     (plain, _), _ = ranks(2, megatron_steps, path, CONFIG, {}, 3)
     (overlapped, _), _ = ranks(2, megatron_steps, path, CONFIG, {"overlap_grad_reduce": True}, 3)
-    assert plain and all(torch.equal(tensor, overlapped[name]) for name, tensor in plain.items())
+    assert plain
+    assert_equal(plain, overlapped)
 
 
 FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
@@ -319,9 +332,8 @@ def skip_and_go_on(path: Path, layout: dict[str, Any], broken: str) -> None:
     assert all(torch.equal(ours, earlier) for ours, earlier in zip(moments(strategy), state, strict=True))
     after = train_step(strategy, batch, weighted_loss, ["log_probs"], 4)
     expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 4)
-    assert after == expected, "the step after a skipped one is that of a strategy that never saw it"
-    theirs = own_weights(untouched)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in own_weights(strategy).items())
+    assert_repeats([after], [expected])  # the step after a skipped one is that of a strategy that never saw it
+    assert_equal(own_weights(strategy), own_weights(untouched))
 
 
 SKIPPING: dict[str, dict[str, Any]] = {
