@@ -46,6 +46,8 @@ class ChatRequest:
     text: str | None = None
     """Prompt of the completions API, which has no messages."""
     overridden: tuple[str, ...] = ()
+    gives_thoughts: bool = True
+    """False: the client gets the response without its thoughts, so it cannot repeat them."""
 
 
 class ChatReply(NamedTuple):
