@@ -69,6 +69,11 @@ class AgentSession:
         self._nodes: dict[bytes, _Node] = {}
         self._conversations: dict[int, list[Message]] = {}
         self._call_numbers = count()
+        policy.count("refused_requests", 0)
+
+    def refused(self, why: str) -> None:
+        self._policy.count("refused_requests")
+        self._policy.refusal = why
 
     def end(self) -> None:
         """Store the conversations in the `Policy`: the one with the latest response as `messages`, all others as `branches`."""

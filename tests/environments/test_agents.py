@@ -290,3 +290,42 @@ asyncio.run(command_agent([{sys.executable!r}, {str(agent)!r}])(Task([]), Endpoi
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("copes", [True, False])
+async def test_refused_requests_are_counted_and_are_the_cause_of_a_failure(copes: bool) -> None:
+    """Whatever refused them: a parameter, the messages, the path or the JSON."""
+
+    async def refused(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages)
+        async with httpx2.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            bodies = (
+                ("embeddings", b"{}"),
+                ("responses", b"{"),
+                ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "n": 2}'),
+            )
+            statuses = [
+                (await client.post(f"{endpoint.base_url}/{path}", headers=headers, content=body)).status_code for path, body in bodies
+            ]
+        assert statuses == [404, 400, 400] and copes
+        return 1.0
+
+    _, end = await played(refused, "3")
+    if copes:
+        assert isinstance(end, Ended) and (end.record.metrics["refused_requests"], end.record.rewards) == (3, (1.0,))
+    else:
+        assert isinstance(end, Failed) and end.cause.startswith("AssertionError")
+        assert end.cause.endswith(
+            "; before, a request was refused: n: 2 is not possible; a request gets one response; send several requests"
+        )
+
+
+async def test_the_end_of_an_episode_is_no_refusal() -> None:
+    async def stubborn(task: Task, endpoint: Endpoint) -> float:
+        for status in (200, 400, 400):
+            assert (await post(endpoint, task.messages)).status_code == status
+        return 1.0
+
+    _, end = await played(stubborn, "3", max_turns=1)
+    assert isinstance(end, Ended) and end.record.metrics["refused_requests"] == 0

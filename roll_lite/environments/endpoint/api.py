@@ -64,6 +64,10 @@ class Session(Protocol):
         """Sample a response. EpisodeOver if no further one is possible, ValueError for a bad request."""
         ...
 
+    def refused(self, why: str) -> None:
+        """Note that a request got an error instead, other than that the episode is over."""
+        ...
+
 
 def as_sent(reply: ChatReply) -> ChatReply:
     """Convert a reply to the form in which clients repeat it in later requests. The text of a malformed tool call becomes the call's
