@@ -64,7 +64,7 @@ test-nightly: $(ADAPTERS)/.installed  ## The same claims on every other recipe, 
 # Packages of other projects' environments and clients (docs/environments.md), an S3 server and Ray's job server, on top of the pinned ones.
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-WITH_PACKAGES := $(addprefix tests/,environments/test_adapters.py environments/test_endpoint_clients.py observability/test_tracking_services.py test_launch.py::test_pods_are_what_kubernetes_accepts)
+WITH_PACKAGES := $(addprefix tests/,environments/test_adapters.py environments/test_endpoint_clients.py environments/test_trained_clients.py observability/test_tracking_services.py test_launch.py::test_pods_are_what_kubernetes_accepts)
 
 test-adapters: $(ADAPTERS)/.installed  ## Environments, tools, clients and trackers of other projects, pods, with their packages (3 minutes)
 	@$(ADAPTERS)/bin/python -m pytest -q $(WITH_PACKAGES)

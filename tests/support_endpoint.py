@@ -37,11 +37,15 @@ class ScriptedSession:
         self.script = list(script)
         self.requests: list[ChatRequest] = []
         self.finished = 0
+        self.refusals: list[str] = []
         self.gate = asyncio.Event()
         """Responses wait for it."""
         self.gate.set()
         self.asked = asyncio.Semaphore(0)
         """Released once for each request."""
+
+    def refused(self, why: str) -> None:
+        self.refusals.append(why)
 
     async def respond(self, request: ChatRequest) -> ChatReply:
         self.requests.append(request)

@@ -13,7 +13,7 @@ from roll_lite.config.compose.layers import Composed, compose, find, searched, s
 from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
-from roll_lite.config.schema.base import LATEST
+from roll_lite.config.schema.base import LATEST, readable
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
 from roll_lite.files import absolute_path, is_file, is_folder, listing
@@ -54,7 +54,7 @@ def load_config(
     with online(tell) if files else nullcontext():
         valid, refused = validate(composed.data, composed.broken)
     config, unplaceable = placed(valid)
-    moving = _through_latest(composed.data) if config.checkpoint.resume is not None else ()
+    moving = readable(_links_of_resumed_run(config, composed.data))
     problems = [*composed.problems, *refused, *moving, *unplaceable, *check(config, further=further, files=files)]
     if weights and not problems and _fetch_weights(config, tell):
         problems = check(config, files=files)
@@ -66,8 +66,13 @@ def load_config(
     return config
 
 
+def _links_of_resumed_run(config: RunConfig, data: Any) -> Iterator[Problem]:
+    if config.checkpoint.resume is not None:
+        yield from _through_latest(data)
+
+
 def _through_latest(data: Any, path: Path = ()) -> Iterator[Problem]:
-    """Refuse paths through the link `latest` in a resumed run: it leads elsewhere than when the run began."""
+    """Refuse paths through the link `latest`: it leads elsewhere than when the run began."""
     if isinstance(data, dict | list):
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
             for one in (key, value):  # data.train: {file: weight}

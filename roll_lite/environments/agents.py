@@ -69,6 +69,11 @@ class AgentSession:
         self._nodes: dict[bytes, _Node] = {}
         self._conversations: dict[int, list[Message]] = {}
         self._call_numbers = count()
+        policy.count("refused_requests", 0)
+
+    def refused(self, why: str) -> None:
+        self._policy.count("refused_requests")
+        self._policy.refusal = why
 
     def end(self) -> None:
         """Store the conversations in the `Policy`: the one with the latest response as `messages`, all others as `branches`."""
@@ -102,7 +107,10 @@ class AgentSession:
         reason: Literal["stop", "length"] = "length" if response.finish_reason is FinishReason.LENGTH else "stop"
         reply = ChatReply(message, reason, length, len(response.ids), stop)
         if request.text is None:
-            self._nodes[_digest(digest, as_sent(reply).message)] = sampled
+            given = as_sent(reply).message
+            if not request.gives_thoughts:
+                given.pop("reasoning_content", None)
+            self._nodes[_digest(digest, given)] = sampled
         if node is not None:
             self._conversations.pop(node.number, None)
         prompt = request.messages if request.text is None else [{"role": "user", "content": request.text}]

@@ -30,7 +30,7 @@ from roll_lite.environments.agents import Agent, command_agent, play_agent
 from roll_lite.environments.base import Task
 from roll_lite.environments.episode import Calls, EpisodeFunction, Limits, Player, Renderer, play_class
 from roll_lite.environments.python_tool import PythonTool
-from roll_lite.environments.rendering import ChatRenderer, PlainRenderer
+from roll_lite.environments.rendering import ANY_TOOL, ChatRenderer, PlainRenderer
 from roll_lite.environments.tools import LOST, FunctionTool, Tools, play_tools
 from roll_lite.files import read_text
 
@@ -188,6 +188,14 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
     text = None if template.file is None else read_text(template.file)
     form, ends = domain.environment.call_format, domain.sampling.stop_token_ids
     return ChatRenderer(tokenizer, text, template.arguments, tools, f"{path}.template", form, ends)
+
+
+def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
+    """Return a note if the template renders conversations of an agent with tools otherwise than whole, or not at all."""
+    try:
+        return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
+    except ValueError as error:
+        return f"{error}; until then, an agent's requests with tools are refused"
 
 
 def renderers_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Callable[[Sequence[dict[str, Any]]], Renderer]:

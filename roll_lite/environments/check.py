@@ -25,16 +25,6 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
-ANY_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "tool",
-        "description": "A tool.",
-        "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
-    },
-}
-"""Placeholder for the schemas of tools that are not loaded: those of `python` and `search` need a started sandbox or index."""
-
 
 def check_environments(config: RunConfig, makes: bool = True) -> Iterator[Problem]:
     """Yield the problems of environments. `makes`: also make one environment of each adapter, and ask MCP servers for their tools."""
@@ -49,6 +39,7 @@ def _environment(config: RunConfig, path: str, domain: DomainConfig, makes: bool
         return
     from roll_lite.environments.build import adapter_of, agent_of, play_of, renderer_of, schemas_of, tools_of
     from roll_lite.environments.episode import Calls
+    from roll_lite.environments.rendering import ANY_TOOL
 
     tools: list[Any] = []
     schemas: list[dict[str, Any]] = []
@@ -72,18 +63,32 @@ def _environment(config: RunConfig, path: str, domain: DomainConfig, makes: bool
     if schemas and not isinstance(domain.template, ChatTemplateConfig):
         problems.append(Problem(f"{path}.template.name", TOOLS_NEED_CHAT, domain.template.name))
     yield from problems
-    template, model = domain.template, config.model.path
-    if problems or not isinstance(template, ChatTemplateConfig) or not is_folder(model):
-        return
-    try:
-        texts = chat_templates(model) if template.file is None else [read_text(template.file)]
-    except ValueError:  # check_data tells
-        return
-    if not texts:
-        return
-    from roll_lite.data.templates import load_tokenizer
+    if not problems and _has_chat_template(config, domain):
+        from roll_lite.data.templates import load_tokenizer
 
-    yield from _mistake(lambda: renderer_of(domain, load_tokenizer(model), path, schemas))
+        yield from _mistake(lambda: renderer_of(domain, load_tokenizer(config.model.path), path, schemas))
+
+
+def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
+    template, model = domain.template, config.model.path
+    if not isinstance(template, ChatTemplateConfig) or not is_folder(model):
+        return False
+    try:
+        return bool(chat_templates(model) if template.file is None else [read_text(template.file)])
+    except ValueError:  # check_data tells
+        return False
+
+
+def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield notes on chat templates with which agents of endpoints cannot have tools, or have them rendered otherwise later."""
+    for name, domain in config.domains.items():
+        if isinstance(domain.environment, EndpointEnvironmentConfig) and _has_chat_template(config, domain):
+            from roll_lite.data.templates import load_tokenizer
+            from roll_lite.environments.build import note_on_tools
+
+            if note := note_on_tools(domain, load_tokenizer(config.model.path), f"domains.{name}"):
+                place, _, message = note.partition(": ")
+                yield place, message
 
 
 def _mistake(load: Callable[[], Any], use: Callable[[Any], object] = lambda _: None) -> list[Problem]:

@@ -125,6 +125,8 @@ class Policy:
         """Limit that the episode reached, or STOP if an agent ended by itself. A further response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None
         """Limit that was reached last: (reason, explanation)."""
+        self.refusal: str | None = None
+        """Why an agent's last refused request was refused."""
         self.cancelled = False
         self.limits = limits
         self.room = room
@@ -312,7 +314,8 @@ class Player:
                 return
             expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
             cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _told(error)
-            self._emit(Failed(order.episode, cause))
+            refusal = f"; before, a request was refused: {policy.refusal:.300}" if policy.refusal else ""
+            self._emit(Failed(order.episode, cause + refusal))
 
     def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
         if self._tasks[episode] is task:  # else the number is already used again

@@ -28,6 +28,15 @@ CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
 RESULT: Message = {"role": "tool", "content": "Result7f3a9c51", "name": "tool", "tool_call_id": CALL_ID}
+ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
+    },
+}
+"""Placeholder for schemas of tools that are not known yet: an agent's, and those that need a started sandbox or index."""
 
 
 class ChatRenderer:

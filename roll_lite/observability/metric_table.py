@@ -69,6 +69,9 @@ METRICS: dict[str, Metric] = {
     "episode/overridden_parameters": by_domain(
         MEAN, "parameters", "Sampling parameters in an agent's requests that the run's own settings overrode, per episode."
     ),
+    "episode/refused_requests": by_domain(
+        MEAN, "requests", "Requests of an agent that got an error, per episode; those after the end of the episode do not count."
+    ),
     "episode/environment_seconds": by_domain(MEAN, "s", "Time that an episode's environment took, all turns together."),
     "episode/waiting_seconds": by_domain(
         MEAN, "s", "Time that an episode waited for responses, all turns together: queues and generation."

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.environments import EndpointEnvironmentConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Prompt, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.data.templates import load_tokenizer
@@ -22,7 +23,7 @@ from roll_lite.distributed.failures import FleetDown, MemberLost
 from roll_lite.distributed.fleet import Fleet, Policy, SlowStart
 from roll_lite.distributed.place import ActorMember, Place
 from roll_lite.environments.base import Task
-from roll_lite.environments.build import player_of, task_of
+from roll_lite.environments.build import note_on_tools, player_of, task_of
 from roll_lite.environments.episode import STUCK_THREADS, Answer, Ask, Begin, Cancel, Ended, Event, Player
 from roll_lite.rewards.base import CANNED_RESPONSE
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
@@ -44,9 +45,11 @@ class EnvironmentWorker:
         """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user."""
         tokenizer = load_tokenizer(self._model)
         host = ray.util.get_node_ip_address()
-        self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, f"domains.{self._name}", host)
+        path = f"domains.{self._name}"
+        self._player = await asyncio.to_thread(player_of, self._domain, tokenizer, path, host)
         ids: list[int] = tokenizer.encode(CANNED_RESPONSE, add_special_tokens=False)
-        return ids, self._player.note()
+        is_agent = isinstance(self._domain.environment, EndpointEnvironmentConfig)
+        return ids, note_on_tools(self._domain, tokenizer, path) if is_agent else self._player.note()
 
     async def tell(self, orders: list[Begin | Answer | Cancel]) -> None:
         self._player.tell(orders)

@@ -22,7 +22,7 @@ from roll_lite.config.schema.environments import (
     ToolsEnvironmentConfig,
 )
 from roll_lite.data.check import check_data
-from roll_lite.environments.check import check_environments
+from roll_lite.environments.check import agents_tools, check_environments
 from roll_lite.files import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,3 +290,31 @@ def test_one_mistake_is_told_once() -> None:
     with pytest.raises(ConfigError) as refused:
         load_config("tiny_guess", CONFIGS, [f"{GUESS}.function={TURNS}.Gues"], further=[check_environments])
     assert len(refused.value.problems) == 1
+
+
+DROPS_RESULTS = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}: {{ m.content if m.role != 'tool' or loop.last else 'seen' }}"
+    "{{ m.tool_calls | tojson if m.tool_calls else '' }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, []),
+        (
+            NO_TOOLS,
+            ["the chat template ignores tools; name a template .*template.file, .*; until then, an agent's requests with tools are"],
+        ),
+        (DROPS_RESULTS, ["in a conversation with a tool call, an episode's tokens read '.*Found a.*writes '.*seen"]),
+    ],
+)
+def test_templates_of_agents_are_tried_with_a_tool(template: str | None, says: list[str], tmp_path: Path) -> None:
+    overrides = []
+    if template is not None:
+        (tmp_path / "own.jinja").write_text(template)
+        overrides = [f"domains.calculator.template.file={tmp_path / 'own.jinja'}", f"{CALCULATOR}.call_format=hermes"]
+    config = load_config("tiny_agent", CONFIGS, overrides, further=[check_environments])
+    told = list(agents_tools(config))
+    assert [place for place, _ in told] == ["domains.calculator.template"] * len(says)
+    assert all(re.search(pattern, message, re.DOTALL) for pattern, (_, message) in zip(says, told, strict=True)), told

@@ -16,11 +16,14 @@ import httpx2
 import numpy as np
 import psutil
 import pytest
+import ray
 
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.samples import FinishReason
 from roll_lite.environments.agents import Agent, Endpoint, command_agent, play_agent
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
+from roll_lite.workers.environment import EnvironmentWorker
 from tests.environments.test_episode import Characters, encoded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +191,23 @@ async def test_an_ended_episodes_key_is_refused() -> None:
     assert (await post(kept[0], TASK.messages)).status_code == 401
 
 
+async def test_the_endpoint_is_at_the_nodes_own_address_with_the_episodes_key() -> None:
+    settings = {"name": "endpoint", "function": "tests.workers.environment_cases.knocks"}
+    domain = {"data": {"train": "x.jsonl"}, "sampling": {"max_prompt_tokens": 20, "max_tokens": 40}, "environment": settings}
+    worker = EnvironmentWorker(ROOT / "roll_lite/examples/models/tiny", DomainConfig.model_validate(domain), "add")
+    ids, _ = await worker.prepare()
+    address = ray.util.get_node_ip_address()
+    expected = [address, *(f"{address} {status}" for status in (200, 401, 401))]
+    await worker.tell([Begin(1, Task([{"role": "user", "content": "2+3="}], columns={"expected": expected}), 40)])
+    while not (asks := (await worker.events())[0]):
+        pass
+    await worker.tell([Answer(1, asks[0].number, np.array(ids, np.int32).tobytes())])
+    while not (ends := (await worker.events())[0]):
+        pass
+    [end] = ends
+    assert isinstance(end, Ended) and end.record.correct, end
+
+
 async def test_a_conversation_without_room_is_refused() -> None:
     async def long(task: Task, endpoint: Endpoint) -> float:
         await post(endpoint, task.messages)
@@ -227,15 +247,15 @@ async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        [{"role": "user", "content": "x" * 2_000_000}],
-        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "reasoning_content": "x" * 2_000_000}],
+        [{"role": "user", "content": "x" * 10_000_000}],
+        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "reasoning_content": "x" * 10_000_000}],
     ],
     ids=["content", "thoughts"],
 )
 async def test_a_huge_request_is_refused_before_it_is_tokenized(messages: list[Message]) -> None:
     async def huge(task: Task, endpoint: Endpoint) -> float:
         reply = await post(endpoint, messages)
-        assert reply.status_code == 400 and re.search(r"the request has 2000\d\d\d characters", reply.json()["error"]["message"])
+        assert reply.status_code == 400 and re.search(r"the request has 10000\d\d\d characters", reply.json()["error"]["message"])
         await post(endpoint, task.messages)
         return 1.0
 
@@ -270,3 +290,42 @@ asyncio.run(command_agent([{sys.executable!r}, {str(agent)!r}])(Task([]), Endpoi
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("copes", [True, False])
+async def test_refused_requests_are_counted_and_are_the_cause_of_a_failure(copes: bool) -> None:
+    """Whatever refused them: a parameter, the messages, the path or the JSON."""
+
+    async def refused(task: Task, endpoint: Endpoint) -> float:
+        await post(endpoint, task.messages)
+        async with httpx2.AsyncClient() as client:
+            headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+            bodies = (
+                ("embeddings", b"{}"),
+                ("responses", b"{"),
+                ("chat/completions", b'{"messages": [{"role": "user", "content": "x"}], "n": 2}'),
+            )
+            statuses = [
+                (await client.post(f"{endpoint.base_url}/{path}", headers=headers, content=body)).status_code for path, body in bodies
+            ]
+        assert statuses == [404, 400, 400] and copes
+        return 1.0
+
+    _, end = await played(refused, "3")
+    if copes:
+        assert isinstance(end, Ended) and (end.record.metrics["refused_requests"], end.record.rewards) == (3, (1.0,))
+    else:
+        assert isinstance(end, Failed) and end.cause.startswith("AssertionError")
+        assert end.cause.endswith(
+            "; before, a request was refused: n: 2 is not possible; a request gets one response; send several requests"
+        )
+
+
+async def test_the_end_of_an_episode_is_no_refusal() -> None:
+    async def stubborn(task: Task, endpoint: Endpoint) -> float:
+        for status in (200, 400, 400):
+            assert (await post(endpoint, task.messages)).status_code == status
+        return 1.0
+
+    _, end = await played(stubborn, "3", max_turns=1)
+    assert isinstance(end, Ended) and end.record.metrics["refused_requests"] == 0

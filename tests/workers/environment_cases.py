@@ -6,8 +6,11 @@ import asyncio
 import os
 import random
 import time
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx2
 from openai import AsyncOpenAI
 
 from roll_lite.environments.agents import Endpoint
@@ -119,3 +122,18 @@ async def branching(task: Task, endpoint: Endpoint) -> float:
                 await say([{"role": "user", "content": "2+2="}])
     await client.close()
     return sum(map(len, answers)) % 5 / 4
+
+
+async def knocks(task: Task, endpoint: Endpoint) -> bool:
+    """Ask the endpoint with the key, without and with another one, and at other addresses of the node. Solved if the row expects what came
+    back."""
+    url = urlsplit(endpoint.base_url)
+    told = [str(url.hostname)]
+    async with httpx2.AsyncClient() as client:
+        for host in {url.hostname, "127.0.0.1", "127.0.0.2"}:
+            for headers in ({"Authorization": f"Bearer {endpoint.api_key}"}, {}, {"Authorization": "Bearer guessed"}):
+                with suppress(httpx2.ConnectError):
+                    to = f"http://{host}:{url.port}{url.path}/chat/completions"
+                    told.append(f"{host} {(await client.post(to, headers=headers, json={'messages': task.messages})).status_code}")
+    assert told == task.columns["expected"], told
+    return True

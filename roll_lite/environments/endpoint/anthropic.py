@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from roll_lite.environments.base import Message
-from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, Json, Text, call_of
+from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, ChatRequest, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
 """Key for arguments that are not valid JSON: a tool call's `input` must be an object, so it holds their text under this key. The name is
@@ -42,6 +43,13 @@ class Messages(ApiRequest):
     thinking: Json | None = None
     thread: Any = None
 
+    @property
+    def _thinks(self) -> bool:
+        return (self.thinking or {"type": "disabled"}).get("type") != "disabled"
+
+    def request(self) -> ChatRequest:
+        return replace(super().request(), gives_thoughts=self._thinks)
+
     def conversation(self) -> list[Message]:
         if self.messages[-1].role == "assistant":
             raise ValueError("messages: the last one is the assistant's, but a response cannot be begun for the model; end with the user's")
@@ -60,7 +68,7 @@ class Messages(ApiRequest):
 
     def response(self, reply: ChatReply) -> Json:
         message, content = reply.message, list[Json]()
-        if (thoughts := message.get("reasoning_content")) and self.thinking and self.thinking.get("type") != "disabled":
+        if (thoughts := message.get("reasoning_content")) and self._thinks:
             content.append({"type": "thinking", "thinking": thoughts, "signature": ""})
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})

@@ -46,6 +46,8 @@ class ChatRequest:
     text: str | None = None
     """Prompt of the completions API, which has no messages."""
     overridden: tuple[str, ...] = ()
+    gives_thoughts: bool = True
+    """False: the client gets the response without its thoughts, so it cannot repeat them."""
 
 
 class ChatReply(NamedTuple):
@@ -60,6 +62,10 @@ class ChatReply(NamedTuple):
 class Session(Protocol):
     async def respond(self, request: ChatRequest) -> ChatReply:
         """Sample a response. EpisodeOver if no further one is possible, ValueError for a bad request."""
+        ...
+
+    def refused(self, why: str) -> None:
+        """Note that a request got an error instead, other than that the episode is over."""
         ...
 
 

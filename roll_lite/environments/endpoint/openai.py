@@ -69,6 +69,7 @@ class Completions(ChatCompletions):
 
 class _Item(BaseModel):
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
     role: str | None = None
     content: Text = ""
     summary: Text = ""
@@ -104,7 +105,8 @@ class Responses(ApiRequest):
                     new.append(last := {"role": "assistant", "content": ""})
                 last["tool_calls"] = [*last.get("tool_calls", ()), call_of(item.call_id, item.name, item.arguments)]
             elif item.type == "reasoning":
-                new.append({"role": "assistant", "content": "", "reasoning_content": item.content or item.summary})
+                known = self._kept.get(item.id or "", [{}])[0].get("reasoning_content")  # some clients repeat the id only
+                new.append({"role": "assistant", "content": "", "reasoning_content": item.content or item.summary or known})
             elif item.role == last["role"] == "assistant" and not last["content"] and "tool_calls" not in last:
                 last["content"] = item.content
             else:
@@ -116,7 +118,9 @@ class Responses(ApiRequest):
         message, output, response_id = reply.message, list[Json](), f"resp_{uuid4().hex}"
         self._kept[response_id] = [*self._conversation, message]
         if thoughts := message.get("reasoning_content"):
-            output.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thoughts}]})
+            self._kept[item_id := f"item_{uuid4().hex}"] = [message]
+            part = {"type": "reasoning_text", "text": thoughts}
+            output.append({"id": item_id, "type": "reasoning", "summary": [], "content": [part]})
         if message["content"] or not (thoughts or message.get("tool_calls")):  # the client repeats an empty response too
             part = {"type": "output_text", "text": message["content"], "annotations": []}
             output.append({"type": "message", "role": "assistant", "content": [part]})

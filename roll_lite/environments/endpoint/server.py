@@ -88,6 +88,7 @@ class EndpointServer:
 
     async def _answer(self, http: web.Request) -> web.StreamResponse:
         stream: web.StreamResponse | None = None
+        episode: _Episode | None = None
         try:
             episode = self._episode(http)
             if (http.method, http.path) == ("GET", "/v1/models"):
@@ -115,6 +116,8 @@ class EndpointServer:
             stream = await _send(http, stream, *map(_encoded, asked.events(response)))
         except Exception as error:  # any exception of an episode becomes the client's answer
             status, body = _failure(error)
+            if episode is not None and not isinstance(error, EpisodeOver):
+                episode.session.refused(body["error"]["message"])
             if stream is None:
                 return web.json_response(body, status=status, headers={"x-should-retry": "false"} if status == 500 else None)
             await _send(http, stream, _encoded(body))
