@@ -149,7 +149,7 @@ async def test_raw_completions_and_stop_strings_where_the_template_opens_thought
 
 
 async def post(endpoint: Endpoint, messages: Sequence[Message], timeout: float = 30.0) -> httpx2.Response:
-    async with httpx2.AsyncClient(timeout=timeout) as client:
+    async with httpx2.AsyncClient(timeout=httpx2.Timeout(30.0, read=timeout)) as client:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         return await client.post(f"{endpoint.base_url}/chat/completions", headers=headers, json={"messages": list(messages)})
 
@@ -239,7 +239,7 @@ async def test_an_agent_that_goes_on_after_a_limit_ends_at_the_limit() -> None:
             await post(endpoint, task.messages)
             await asyncio.sleep(0.02)
 
-    asks, end = await played(stubborn, "3", "4", max_turns=2, turn_timeout_s=1.0)
+    asks, end = await played(stubborn, "3", "4", max_turns=2, turn_timeout_s=4.0)
     assert isinstance(end, Ended) and (len(asks), end.finish_reason) == (2, FinishReason.MAX_TURNS)
     assert [message["content"] for message in end.record.messages] == ["Add.", "4"] and len(end.record.branches) == 1
 
