@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -106,7 +107,8 @@ class Conversation:
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
         try:
             so_far, self._so_far = self._so_far, None
-            turn = self._saved_turn(request, number, after) or await self._ask(request, so_far)
+            given = array("i", request.prompt_ids).tobytes() if self._wants_ids else b""
+            turn = self._saved_turn(number, after, given) or await self._ask(request, so_far)
         except RequestFailed as failure:
             if failure.partial is not None:
                 row.add(author, len(token_ids), number, failure.partial)
@@ -115,13 +117,15 @@ class Conversation:
         row.add(author, len(token_ids), number, turn)
         self._turns[number] = row, turn
         if self._wants_ids and turn.tokens is not None:
-            self._kept.append(SavedTurn(number, after, request.prompt_ids, turn))
+            self._kept.append(SavedTurn(number, after, len(token_ids), turn, given))
         return turn
 
-    def _saved_turn(self, request: GenerationRequest, number: int, after: int | None) -> Turn | None:
-        """Return the saved response to the same request. After a request that differs, the saved responses are of no use."""
+    def _saved_turn(self, number: int, after: int | None, given: bytes) -> Turn | None:
+        """Return the saved response to the same request. A request that differs makes all further saved responses useless."""
         saved = self._saved.pop(number, None)
-        if saved is not None and (saved.after, saved.token_ids) == (after, request.prompt_ids):
+        if saved is None:
+            return None
+        if (saved.after, saved.given_ids) == (after, given):
             return saved.turn
         self._saved.clear()
         return None

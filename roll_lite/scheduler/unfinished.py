@@ -24,13 +24,14 @@ from roll_lite.data.samples import (
 class SavedTurn:
     """Response in an unfinished episode.
 
-    `token_ids`: the new tokens that it answers. `after`: number of the response that these tokens follow.
+    `given`: number of new tokens that it answers, `given_ids`: their ids (int32). `after`: number of the response that these tokens follow.
     """
 
     number: int
     after: int | None
-    token_ids: tuple[int, ...]
+    given: int
     turn: Turn
+    given_ids: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[T
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
     if sample.turns:
-        turns = (replace(saved, turn=saved.turn._replace(tokens=own, ids=b"")) for saved, own in zip(sample.turns, tokens, strict=True))
-        return replace(sample, turns=tuple(turns))
+        turns = zip(sample.turns, tokens, strict=True)
+        return replace(sample, turns=tuple(replace(one, turn=one.turn._replace(tokens=own, ids=b""), given_ids=b"") for one, own in turns))
     first, *others = tokens
     branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
     return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))
@@ -92,6 +92,7 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_ids(saved: SavedTurn, row: torch.Tensor) -> SavedTurn:
-    """`row`: token ids up to the end of the response."""
-    response = row[len(row) - saved.turn.length :]
-    return replace(saved, turn=saved.turn._replace(ids=to_numpy(response.to(torch.int32)).tobytes()))
+    """Restore the ids of a response and of the tokens that it answers. `row`: all token ids up to the end of the response."""
+    start, length = len(row) - saved.turn.length, len(row)
+    given_ids, ids = (to_numpy(row[one].to(torch.int32)).tobytes() for one in (slice(start - saved.given, start), slice(start, length)))
+    return replace(saved, turn=saved.turn._replace(ids=ids), given_ids=given_ids)

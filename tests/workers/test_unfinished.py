@@ -210,18 +210,18 @@ def talking(episode: Episode) -> tuple[RolloutService, ScriptedEngine]:
 
     def script(request: GenerationRequest) -> Response:
         group, index = request.request_id.split("/")[3:5]
-        return Response(TURN, (0.5 if group in "01" else 1.0) * (0.5 if index == "0" else 1.0))
+        return Response(TURN, (0.5 if group in "01" else 1.0) * (0.5 if index == "0" else 1.0) * (3 if 99 in request.prompt_ids else 1))
 
     domain = make_domain("a", samples=2, episode=episode, max_tokens=1000)
     service, _, engines = make_service([domain], [script], supply=Asynchronous(1), batches=9)
     return service, engines[0]
 
 
-def stopped_episodes() -> tuple[dict[str, Any], SavedGroups]:
+def stopped_episodes(episode: Episode, seconds: float) -> tuple[dict[str, Any], SavedGroups]:
     async def main() -> tuple[dict[str, Any], SavedGroups]:
-        service, _ = talking(talk())
+        service, _ = talking(episode)
         await service.next_batch(2)
-        await asyncio.sleep(5.0)
+        await asyncio.sleep(seconds)
         state = state_of(service)
         saved = saved_by(service, state)
         service.close()
@@ -251,7 +251,7 @@ def resumed_episodes(state: dict[str, Any], saved: SavedGroups, episode: Episode
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_turns_of_an_episode_are_not_generated_again_unless_the_environment_says_something_else(differs: bool) -> None:
-    state, saved = stopped_episodes()
+    state, saved = stopped_episodes(talk(), 5.0)
     long = saved[2][1]
     assert long.outcome is None and [(one.number, one.after) for one in long.turns] == [(0, None), (1, 0)], "in its third turn"
     last = long.turns[-1].turn.tokens
@@ -271,6 +271,23 @@ def test_turns_of_an_episode_are_not_generated_again_unless_the_environment_says
     for name in ("ids", "mask", "log_probs"):
         assert getattr(whole, name)[:same].tolist() == getattr(before, name)[:same].tolist()
     assert whole.mask.sum() == TURNS * TURN and len(whole) == PROMPT + TURNS * TURN + observed + 2 * 3
+
+
+async def at_once(prompt: Prompt, conversation: Conversation) -> None:
+    """Two responses side by side, of which the first takes three times as long."""
+    await conversation.respond(prompt.token_ids)
+    await asyncio.gather(conversation.respond((99,), 1, 0), conversation.respond((98,), 2, 0))
+
+
+def test_a_complete_response_is_kept_beside_one_under_way() -> None:
+    state, saved = stopped_episodes(at_once, 5.0)
+    assert [one.number for one in saved[2][1].turns] == [0, 2]
+    result, asked = resumed_episodes(state, saved, at_once)
+    (uid,) = [one["row"][1] for one in state["domains"]["a"]["unfinished"] if one["group"] == 2]
+    names = [name.split("/") for one in asked if int((name := one.request_id).split("/")[1]) == uid]
+    assert [name[-1] for name in names if name[4] == "1"] == ["turn1"], "its first and third response are not generated again"
+    (group,) = [one for one in result.groups if one.samples[1].id.prompt_uid == uid]
+    assert [row.policy_tokens for row in group.samples[1].transcript.rows] == [2 * TURN, TURN]
 
 
 def test_a_deterministic_run_saves_complete_groups_only() -> None:
