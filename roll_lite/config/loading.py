@@ -79,7 +79,8 @@ def _through_latest(data: Any, path: Path = ()) -> Iterator[Problem]:
                 yield from _through_latest(one, (*path, str(key)))
     elif isinstance(data, str) and path != ("checkpoint", "resume") and LATEST in (parts := FilePath(data).parts):
         with suppress(OSError, RuntimeError):  # too long a name, an unknown home folder
-            if absolute_path(FilePath(*parts[: parts.index(LATEST) + 1])).is_symlink():
+            link = absolute_path(FilePath(*parts[: parts.index(LATEST) + 1]))
+            if link.is_symlink() and (link / "config.yaml").is_file():  # a run's folder
                 message = (
                     f"with checkpoint.resume, name the run itself, as its config.yaml does: {LATEST} leads to another run at each start"
                 )

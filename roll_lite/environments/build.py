@@ -195,7 +195,8 @@ def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str 
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:
-        return f"{error}; until then, an agent's requests with tools are refused"
+        without = renderer_of(domain, tokenizer, path, []).difference()
+        return f"{error}; until then, an agent's requests with tools are refused" + (f". {without}" if without else "")
 
 
 def renderers_of(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> Callable[[Sequence[dict[str, Any]]], Renderer]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sysconfig
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 
 from roll_lite.config.arithmetic import roles
+from roll_lite.config.checks.functions import locate_module
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.user_function import search_current_folder
@@ -30,6 +30,7 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
 """Matches dotted paths in JSON."""
+INSTALLED = {"site-packages", "dist-packages"}
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
@@ -73,7 +74,7 @@ class UsersCode(Reader):
         found = _imported_from(self.setting)
         if found is None or found.is_file():
             return {found.name: fingerprint(found)} if found is not None else {}
-        return {str(path.relative_to(found)): fingerprint(path) for path in found.rglob("*.py")}
+        return {str(path.relative_to(found)): fingerprint(path) for path in found.rglob("*.py") if path.is_file()}
 
 
 @dataclass(frozen=True)
@@ -129,31 +130,36 @@ def readers(config: RunConfig) -> list[Reader]:
         found["actor_train.lora.path", lora.path] = ["actor_train"]
     if (source := config.checkpoint.source) is not None and is_local(source):
         found[RESUME, resumption(source).checkpoint.resolve()] = saved_roles(config)
-    code = [UsersCode(name, place, tuple(roles(config))) for place, name in users_code(config).items()]
+    others = tuple(name for name in roles(config) if name != "actor_infer")  # engines import none of it
+    code = [UsersCode(name, place, others) for place, name in users_code(config).items()]
     return [*(Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()), *code]
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
     """Return the modules and packages that functions in the configuration are imported from, except installed ones, each with the first
     such function's dotted path."""
-    installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
         place = _imported_from(name)
-        if place is not None and not any(place.is_relative_to(one) for one in installed):
+        if place is not None and name.partition(".")[0] not in sys.stdlib_module_names and not INSTALLED.intersection(place.parts):
             found.setdefault(place, name)
-    return {place: name for place, name in found.items() if place != Path(__file__).parents[1]}
+    return {place: name for place, name in found.items() if place != Path(__file__).resolve().parents[1]}
 
 
 def _imported_from(name: str) -> Path | None:
-    """Return the file or folder of a dotted path's module or package; None if there is none here."""
+    """Return the file of the module that a dotted path's last part is in, or the folder of the whole package; None if there is no such
+    module here."""
     search_current_folder()
     try:
-        found = find_spec(name.partition(".")[0])
+        origin = locate_module(name.rpartition(".")[0]).origin
     except (ImportError, ValueError):
         return None
-    places = [] if found is None else list(found.submodule_search_locations or filter(None, [found.origin]))
-    return Path(places[0]).resolve() if places and Path(places[0]).exists() else None
+    if origin is None or not origin.endswith(".py"):
+        return None
+    place = Path(origin).resolve()
+    while (place.parent / "__init__.py").is_file():
+        place = place.parent
+    return place
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:

@@ -67,7 +67,7 @@ class Conversation:
     each trains in exactly one row.
     """
 
-    __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("_ask", "_end", "_kept", "_replayed", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(
         self,
@@ -90,7 +90,8 @@ class Conversation:
         self._rows: list[_Row] = []
         self._turns: dict[int, tuple[_Row, Turn]] = {}
         self._saved = {one.number: one for one in saved}
-        self._kept: list[SavedTurn] = []
+        self._kept: dict[int, SavedTurn] = {}
+        self._replayed: set[int] = set()
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -108,7 +109,7 @@ class Conversation:
         try:
             so_far, self._so_far = self._so_far, None
             given = array("i", request.prompt_ids).tobytes() if self._wants_ids else b""
-            turn = self._saved_turn(number, after, given) or await self._ask(request, so_far)
+            turn = self._saved_turn(number, after, request.masks_context, given) or await self._ask(request, so_far)
         except RequestFailed as failure:
             if failure.partial is not None:
                 row.add(author, len(token_ids), number, failure.partial)
@@ -116,23 +117,26 @@ class Conversation:
             raise
         row.add(author, len(token_ids), number, turn)
         self._turns[number] = row, turn
-        if self._wants_ids and turn.tokens is not None:
-            self._kept.append(SavedTurn(number, after, len(token_ids), turn, given))
+        if given and turn.tokens is not None and (after is None or after in self._kept):
+            self._kept[number] = SavedTurn(number, after, len(token_ids), turn, request.masks_context, given)
         return turn
 
-    def _saved_turn(self, number: int, after: int | None, given: bytes) -> Turn | None:
-        """Return the saved response to the same request. A request that differs makes all further saved responses useless."""
+    def _saved_turn(self, number: int, after: int | None, branches: bool, given: bytes) -> Turn | None:
+        """Return the saved response to the same request behind the same tokens. A request that differs makes all further saved responses
+        useless."""
         saved = self._saved.pop(number, None)
         if saved is None:
             return None
-        if (saved.after, saved.given_ids) == (after, given):
+        known = after is None or after in self._replayed
+        if known and (saved.after, saved.branches, saved.given_ids) == (after, branches, given):
+            self._replayed.add(number)
             return saved.turn
         self._saved.clear()
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
         """Return the episode's responses so far, and saved ones that the episode has not requested again since the resume."""
-        return (*self._kept, *self._saved.values())
+        return (*self._kept.values(), *self._saved.values())
 
     def _row(self, after: int | None) -> _Row:
         if after is None:
@@ -289,7 +293,7 @@ class SampleRunner:
                 return saved.sample(replace(first, attempt=before), prompt)
             if saved.response is None and not saved.turns:
                 return await self._scored(replace(first, attempt=before), prompt, saved.transcript, asked)
-        attempt, tries, lost = before, max(1, self._retries + 1 - before), 0
+        attempt, tries, lost = before, max(1, self._retries + 1 - (0 if saved is not None and saved.turns else before)), 0
         while True:
             sample_id = replace(first, attempt=attempt) if attempt else first
             conversation = self._conversation(sample_id, sampling, saved)

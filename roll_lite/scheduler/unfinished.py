@@ -31,6 +31,8 @@ class SavedTurn:
     after: int | None
     given: int
     turn: Turn
+    branches: bool
+    """True if its row starts at an earlier response."""
     given_ids: bytes = b""
 
 

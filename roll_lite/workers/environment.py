@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -207,7 +208,8 @@ class EnvironmentPool:
 
     def _task(self, prompt: Prompt, conversation: Conversation) -> Task:
         seed = conversation.sampling.seed
-        return task_of(self._domain, prompt, stable_hash(conversation.request_id if seed is None else seed, "environment"))
+        name = re.sub(r"/\d+(/\d+/\d+)$", r"\1", conversation.request_id)  # without the group: a resumed run numbers groups anew
+        return task_of(self._domain, prompt, stable_hash(name if seed is None else seed, "environment"))
 
     # ------------------------------------------------------------ workers
 

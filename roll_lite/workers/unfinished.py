@@ -9,17 +9,16 @@ from io import BytesIO
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from pydantic import TypeAdapter
 
 from roll_lite.data.columns_file import as_table
 from roll_lite.data.dumps import Fetch, column_of
 from roll_lite.data.proto import DataProto
-from roll_lite.data.ragged import to_numpy
 from roll_lite.data.samples import TokenRow
-from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
+from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_record, token_block
 
 
@@ -37,7 +36,9 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
     for group, index, one in samples:
         own = _records(one, lambda row: TokenRecord.read(blocks[row.block], row.row))
         records += own
-        text = json.dumps(asdict(_with_tokens(one.sample, [None] * len(own))), default=str)
+        bare = [replace(saved, turn=saved.turn._replace(tokens=None, ids=b""), given_ids=b"") for saved in one.sample.turns]
+        unplaced = replace(one.sample, turns=tuple(bare)) if bare else _with_tokens(one.sample, [None] * len(own))
+        text = json.dumps(asdict(unplaced), default=str)
         names += [(group, index, None if row else text) for row in range(len(own))]
     table = as_table(token_block(records, columns))
     for name, values in zip(("group", "index", "sample"), zip(*names, strict=True), strict=True):
@@ -57,13 +58,13 @@ def _rows_of(one: Unfinished) -> list[TokenRow]:
 def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[TokenRecord]:
     if one.parts and one.request is not None:
         return [joined_record(one.request, one.parts, read)]
+    if one.sample.turns:  # each without the tokens before it, which are in earlier records
+        turns = zip(one.sample.turns, _rows_of(one), strict=True)
+        return [read(row).drop_prefix(row.length - saved.given - saved.turn.length) for saved, row in turns]
     return [read(row) for row in _rows_of(one)]
 
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
-    if sample.turns:
-        turns = zip(sample.turns, tokens, strict=True)
-        return replace(sample, turns=tuple(replace(one, turn=one.turn._replace(tokens=own, ids=b""), given_ids=b"") for one, own in turns))
     first, *others = tokens
     branches = tuple(replace(row, tokens=own) for row, own in zip(sample.transcript.branches, others, strict=True))
     return replace(sample, transcript=replace(sample.transcript, tokens=first, branches=branches))
@@ -77,22 +78,32 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
     if {"group", "index", "sample", *names} != set(table.column_names):
         return {}
     block = DataProto({name: column_of(name, table[name].combine_chunks()) for name in names})
-    reference, token_ids = store(block), block.ragged("input_ids")
-    lengths = token_ids.lengths.tolist()
+    reference, lengths = store(block), block.ragged("input_ids").lengths.tolist()
     adapter = TypeAdapter(SavedSample)
     saved: dict[int, dict[int, SavedSample]] = {}
     names = table.select(["group", "index", "sample"]).to_pylist()
     starts = [row for row, one in enumerate(names) if one["sample"] is not None]  # a sample's further rows follow its first one
     for start, end in pairwise([*starts, len(names)]):
-        one, tokens = names[start], [TokenRow(reference, row, lengths[row]) for row in range(start, end)]
-        sample = _with_tokens(adapter.validate_python(json.loads(one["sample"])), tokens)
-        turns = tuple(_with_ids(saved, token_ids.row(start + number)) for number, saved in enumerate(sample.turns))
-        saved.setdefault(one["group"], {})[one["index"]] = replace(sample, turns=turns)
+        one = names[start]
+        sample = adapter.validate_python(json.loads(one["sample"]))
+        if sample.turns:
+            sample = _with_turns(sample, [TokenRecord.read(block, row) for row in range(start, end)], columns, store)
+        else:
+            sample = _with_tokens(sample, [TokenRow(reference, row, lengths[row]) for row in range(start, end)])
+        saved.setdefault(one["group"], {})[one["index"]] = sample
     return saved
 
 
-def _with_ids(saved: SavedTurn, row: torch.Tensor) -> SavedTurn:
-    """Restore the ids of a response and of the tokens that it answers. `row`: all token ids up to the end of the response."""
-    start, length = len(row) - saved.turn.length, len(row)
-    given_ids, ids = (to_numpy(row[one].to(torch.int32)).tobytes() for one in (slice(start - saved.given, start), slice(start, length)))
-    return replace(saved, turn=saved.turn._replace(ids=ids), given_ids=given_ids)
+def _with_turns(sample: SavedSample, records: list[TokenRecord], columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedSample:
+    """Restore the tokens of an unfinished episode's responses, each behind all tokens before it. `records`: tokens of each response and of
+    what it answers."""
+    whole: dict[int, TokenRecord] = {}
+    for saved, own in zip(sample.turns, records, strict=True):
+        before = [] if saved.after is None else [whole[saved.after].masked() if saved.branches else whole[saved.after]]
+        whole[saved.number] = TokenRecord.joined([*before, own])
+    reference, turns = store(token_block(list(whole.values()), columns)), []
+    for row, (saved, own) in enumerate(zip(sample.turns, records, strict=True)):
+        given, response = (ids.astype(np.int32).tobytes() for ids in np.split(own.ids, [saved.given]))
+        place = TokenRow(reference, row, len(whole[saved.number]))
+        turns.append(replace(saved, turn=saved.turn._replace(tokens=place, ids=response), given_ids=given))
+    return replace(sample, turns=tuple(turns))

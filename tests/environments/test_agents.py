@@ -136,7 +136,7 @@ async def test_raw_completions_and_stop_strings_where_the_template_opens_thought
     monkeypatch.setattr(Characters, "thinking", True)
 
     async def completes(task: Task, endpoint: Endpoint) -> bool:
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=60.0) as client:
             headers = {"Authorization": f"Bearer {endpoint.api_key}"}
             reply = await client.post(f"{endpoint.base_url}/completions", headers=headers, json={"prompt": "2 + 2 ="})
             asked = {"model": "m", "messages": task.messages, "max_tokens": 9, "stop_sequences": ["x", "END"]}
@@ -298,7 +298,7 @@ async def test_refused_requests_are_counted_and_are_the_cause_of_a_failure(copes
 
     async def refused(task: Task, endpoint: Endpoint) -> float:
         await post(endpoint, task.messages)
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(timeout=60.0) as client:
             headers = {"Authorization": f"Bearer {endpoint.api_key}"}
             bodies = (
                 ("embeddings", b"{}"),

@@ -70,22 +70,27 @@ def test_code_of_users_is_compared_where_a_node_imports_it(monkeypatch: pytest.M
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "users_package" / "scores").mkdir(parents=True)
-    for file in ("users_module.py", "users_package/__init__.py", "users_package/scores/words.py"):
+    for file in ("users_module.py", "users_package/__init__.py", "users_package/scores/__init__.py", "users_package/scores/words.py"):
         (tmp_path / file).write_text("def function(group):\n    return True\n")
     policy_loss = "algorithm.policy_loss={name: custom, function: users_package.scores.words.function}"
-    settings = ["rollout.filter={name: users_module.function}", policy_loss, "experiment=pytest.raises"]
+    (tmp_path / "users_package" / ".#words.py").symlink_to("nowhere")
+    (tmp_path / "users_folder").mkdir()
+    (tmp_path / "users_folder" / "any.py").touch()
+    settings = ["rollout.filter={name: users_module.function}", policy_loss, "experiment=users_folder.v2", "actor_infer.devices=1"]
+    settings += ["domains.add.reward={name: pytest.raises}", "domains.make.reward={name: statistics.mean}"]
     config = load_config("tiny_grpo", ROOT / "examples/configs", settings, files=False)
     by_folder = {one.folder.name: one for one in readers(config) if isinstance(one, UsersCode)}
     module, package = by_folder["users_module.py"], by_folder["users_package"]
     assert len(by_folder) == 2, "installed packages are compared by their versions"
-    assert set(module.files()) == {"users_module.py"} and set(package.files()) == {"__init__.py", "scores/words.py"}
+    assert set(module.files()) == {"users_module.py"} and set(package.files()) == {"__init__.py", "scores/__init__.py", "scores/words.py"}
     there = {**package.files(), "scores/words.py": "sha256 o"}
     seen = {reader: reader.files() for reader in (module, package)}
     views = {"10.0.0.1": View(None, seen), "10.0.0.2": View(None, {module: {}, package: there})}
-    (message,) = differences(views, {"actor_train": {"10.0.0.1"}, "actor_infer": {"10.0.0.2"}}, "10.0.0.1")
+    (message,) = differences(views, {"actor_train": {"10.0.0.2"}}, "10.0.0.1")
+    assert list(differences(views, {"actor_infer": {"10.0.0.2"}}, "10.0.0.1")) == [], "engines import none of it"
     assert message.startswith(f"users_package.scores.words.function: {tmp_path}/users_package on node 10.0.0.2")
     assert "scores/words.py: sha256" in message
-    monkeypatch.setattr("roll_lite.pipeline.nodes.find_spec", lambda name: None)
+    (tmp_path / "users_module.py").unlink()
     assert module.files() == {}
 
 

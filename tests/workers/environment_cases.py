@@ -124,12 +124,18 @@ async def branching(task: Task, endpoint: Endpoint) -> float:
     return sum(map(len, answers)) % 5 / 4
 
 
+async def says_its_seed(task: Task, policy: Policy) -> float:
+    await policy.respond(task.messages)
+    await policy.respond(str(task.seed % 1000))
+    return 1.0
+
+
 async def knocks(task: Task, endpoint: Endpoint) -> bool:
     """Ask the endpoint with the key, without and with another one, and at other addresses of the node. Solved if the row expects what came
     back."""
     url = urlsplit(endpoint.base_url)
     told = [str(url.hostname)]
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60.0) as client:
         for host in {url.hostname, "127.0.0.1", "127.0.0.2"}:
             for headers in ({"Authorization": f"Bearer {endpoint.api_key}"}, {}, {"Authorization": "Bearer guessed"}):
                 with suppress(httpx2.ConnectError):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from roll_lite.config.schema.domains import DomainConfig
-from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prompt, Sampling, Turn
+from roll_lite.data.samples import Author, FinishReason, GenerationRequest, Prompt, Sampling, TokenRow, Turn
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 from roll_lite.workers import environment
@@ -47,7 +47,8 @@ def conversation(*responses: str) -> Conversation:
     async def ask(request: GenerationRequest, _: Turn | None) -> Turn:
         text = next(left)
         ids = [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
-        return Turn(request.request_id, len(ids), text, FinishReason.STOP, ids=np.array(ids, np.int32).tobytes())
+        tokens = TokenRow(request.request_id, 0, request.prompt_length + len(ids))
+        return Turn(request.request_id, len(ids), text, FinishReason.STOP, tokens=tokens, ids=np.array(ids, np.int32).tobytes())
 
     return Conversation(ask, "toy/0/0/0/0/0", Sampling(1.0, 40), wants_ids=True)
 
@@ -80,6 +81,21 @@ async def test_an_episode_from_prompt_to_score() -> None:
 
 
 @pytest.mark.nightly
+async def test_an_episode_that_a_resumed_run_plays_again_gets_the_same_seed() -> None:
+    """Its group has another number then."""
+    async with pool("says_its_seed", max_turns=2) as environments:
+        talk = conversation("1", "2")
+        await environments.play(prompt(), talk)
+        assert [(one.number, one.after, one.branches) for one in talk.saved()] == [(0, None, False), (1, 0, False)]
+
+        async def refuse(request: GenerationRequest, _: Turn | None) -> Turn:
+            raise AssertionError(f"{request.request_id} is asked again")
+
+        again = Conversation(refuse, "toy/0/0/9/0/0", talk.sampling, wants_ids=True, saved=talk.saved())
+        await environments.play(prompt(), again)
+        assert again.saved() == talk.saved() and again.transcript().segments == talk.transcript().segments
+
+
 async def test_a_canned_episode_tells_what_is_broken() -> None:
     async with pool("HigherLower") as environments:
         problem = await environments.problem([prompt()])

@@ -22,16 +22,18 @@ from roll_lite.data.samples import (
     GenerationRequest,
     Prompt,
     SampleOutcome,
+    Sampling,
     Score,
     Segment,
     TokenRow,
     Transcript,
+    Turn,
     VersionSpan,
 )
 from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
 from roll_lite.scheduler.supply import Asynchronous
-from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
+from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, SavedTurn, Unfinished
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.token_blocks import KEPT_IDS, TokenRecord, token_block
 from roll_lite.workers.unfinished import from_file, to_file
@@ -288,6 +290,36 @@ def test_a_complete_response_is_kept_beside_one_under_way() -> None:
     assert [name[-1] for name in names if name[4] == "1"] == ["turn1"], "its first and third response are not generated again"
     (group,) = [one for one in result.groups if one.samples[1].id.prompt_uid == uid]
     assert [row.policy_tokens for row in group.samples[1].transcript.rows] == [2 * TURN, TURN]
+
+
+@pytest.mark.parametrize("order", ["YZ", "ZY"])
+async def test_a_saved_response_is_used_only_in_the_same_place_of_the_tree(order: str) -> None:
+    """An agent's parallel requests come in any order. The first to continue a response lengthens its row, in which that response trains."""
+    asked: list[GenerationRequest] = []
+
+    async def ask(request: GenerationRequest, _: Turn | None) -> Turn:
+        asked.append(request)
+        return Turn(request.request_id, 2, tokens=TokenRow(request.request_id, 0, request.prompt_length + 2), ids=bytes(8))
+
+    def talk(*saved: SavedTurn) -> Conversation:
+        return Conversation(ask, "a/0/0/0/0/0", Sampling(1.0, 100), wants_ids=True, saved=saved)
+
+    texts = {"X": ((70,), None), "Y": ((80,), 0), "Z": ((90,), 0)}
+    before = talk()
+    await before.respond((1, 2))
+    for number, name in enumerate("XYZ", start=1):
+        await before.respond(texts[name][0], number, texts[name][1])
+    first, _, own, _ = before.saved()
+    assert not own.branches, "X and Z were under way at the checkpoint"
+    asked.clear()
+    after = talk(first, own)
+    assert (await after.respond((1, 2))) is first.turn
+    for number, name in enumerate(f"X{order}" if order == "YZ" else f"{order}X", start=1):
+        await after.respond(texts[name][0], number, texts[name][1])
+    assert [(request.prompt_ids[0], request.masks_context) for request in asked] == (
+        [(70, False), (90, True)] if order == "YZ" else [(90, False), (80, True), (70, False)]
+    )
+    assert [row.policy_tokens for row in after.transcript().rows] == [4, 2, 2]
 
 
 def test_a_deterministic_run_saves_complete_groups_only() -> None:

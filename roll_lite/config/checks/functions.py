@@ -66,7 +66,7 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
-    spec = _located(module)
+    spec = locate_module(module)
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
     names: dict[str, ast.AST | None] = {}
@@ -95,7 +95,7 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
         return None
 
 
-def _located(module_name: str) -> ModuleSpec:
+def locate_module(module_name: str) -> ModuleSpec:
     """Locate a module without importing its parents; ValueError if missing."""
     top, *below = module_name.split(".")
     try:
