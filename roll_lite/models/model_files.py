@@ -140,7 +140,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Look for NaN and infinity in the first 4 KiB of up to 500 tensors."""
+    """Return a message if the first 4 KiB of one of up to 500 tensors contain NaN or infinity."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -154,7 +154,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message if dtype or shape is wrong. `by`: source of the wanted shape."""
+    """Return a message if the dtype or shape of the tensor `name` is wrong, else None. `by`: file that gives the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):

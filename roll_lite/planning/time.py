@@ -33,7 +33,8 @@ class Device:
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
-"""Reached fractions of peak: training; forward passes and prefill; reading device memory; links and network."""
+"""Fractions of the peak speed that are reached in practice: training; forward passes and prefill; reading device memory; links and
+network."""
 LAYER_S = 12e-6
 """Seconds per layer of an engine's forward pass, besides reading weights; doubled with tensor parallelism."""
 STEPS = 8

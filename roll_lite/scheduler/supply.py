@@ -33,7 +33,8 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return the number of batches whose prompts may start."""
+        """Return how many batches, counted from the start of the run, may have started prompts. `batches_requested`, `handed_out`: batches
+        that training has requested and received so far."""
         ...
 
 

@@ -77,7 +77,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests that fit into an engine's KV cache. Running responses, weighted by length, count as half done."""
+        """Mean number of requests that run on an engine, as far as its KV cache has room. Responses are assumed to be half done; longer
+        responses weigh more, as they run longer."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

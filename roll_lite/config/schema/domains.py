@@ -267,7 +267,7 @@ def rewards_turns(domain: DomainConfig) -> bool:
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Group measure -> default bounds (above, below); None: no bound."""
+"""Measure of a group's scores -> default bounds (above, below): groups train only if above < measure < below. None: no bound."""
 
 
 class GroupFilterConfig(Section):
