@@ -299,7 +299,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums in the dtype sent. Collective over training ranks."""
+        """Return tensor name -> checksum of the weights in the dtype that is sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -349,10 +349,10 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_workers_ok: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive one bucket and load it while the following one is in flight.
+        """Receive one bucket, start to receive the `following` bucket, and load the first meanwhile.
 
-        `begin(again)` is called at an update's first bucket; `again`: the previous update failed halfway. The bucket is loaded only if
-        `all_workers_ok(ok)` returns True: all workers pass True.
+        `begin(again)` is called before an update's first bucket is loaded; `again`: the previous update stopped partway.
+        `all_workers_ok(ok)` returns True if every worker of the engine passed True; otherwise the bucket is not loaded.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -387,7 +387,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Change the model by `put_in_place`. Return seconds by phase."""
+        """Complete the update: call `put_in_place()`, which changes the model. Return the update's seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

@@ -74,15 +74,15 @@ _KEPT_STEPS = 2
 
 
 class TransferError(RuntimeError):
-    """Weight transfer failed. All members must connect again."""
+    """Error: a weight transfer failed. All members must connect again."""
 
 
 class TransferTimeout(TransferError):
-    """Member did not respond in time."""
+    """Error: a member did not respond in time."""
 
 
 class StaleEpoch(TransferError):
-    """A newer group exists, or another member failed first."""
+    """Error: a newer transfer group exists, or another member failed first."""
 
 
 @dataclass(frozen=True)

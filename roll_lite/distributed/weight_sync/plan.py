@@ -181,7 +181,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
+    """Return expert tensor name -> worker that holds the expert. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
