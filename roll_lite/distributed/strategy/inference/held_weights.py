@@ -20,8 +20,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Read this worker's part of an expert layer: (experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj
-[experts, columns, rows]).
+"""Function that reads this worker's part of an expert layer. It returns (number of experts on all workers, gate_proj above up_proj
+[experts, 2 * rows, columns], down_proj [experts, columns, rows]).
 """
 
 

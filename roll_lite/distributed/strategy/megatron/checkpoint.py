@@ -93,7 +93,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Remove the optimizer's state: Megatron checks that the common state is equal on all ranks, but this differs."""
+    """Remove the optimizer's state, which differs between ranks: Megatron checks that the common state is equal on all of them."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -229,8 +229,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around Megatron-Core 0.16: the distributed optimizer saves without padding between buckets but looks up offsets with padding, so
-    that parameters behind it would get wrong values."""
+    """Make the distributed optimizer save its buckets with their padding. Megatron-Core 0.16 saves them without padding but looks up
+    offsets with padding, so that parameters after the first padding would load wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -286,7 +286,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy loaded tensors into the optimizer. Megatron-Core 0.16 looks for `step` among them, although parameter groups hold it."""
+    """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16, which looks for `step` among the tensors, although
+    parameter groups hold it."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

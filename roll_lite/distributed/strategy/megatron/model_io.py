@@ -49,7 +49,7 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build all inputs.
+    """Build the model's inputs, one per micro-batch.
 
     `columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense models.
     `record`: record expert choices.

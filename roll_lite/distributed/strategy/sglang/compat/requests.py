@@ -138,7 +138,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens since the request's start; negative while the constructor reads tokens generated before a resume."""
+        """Tokens read since the request started; negative while the constructor reads the tokens generated before a resume."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

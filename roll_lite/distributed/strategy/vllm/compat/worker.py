@@ -140,7 +140,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel map global to local expert ids; otherwise it would read out of bounds."""
+    """Make vLLM's CPU kernel map global to local expert ids; otherwise the kernel would read out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
