@@ -1,6 +1,6 @@
 """Token losses [B, T-1], correction of the engine-trainer mismatch, and row weights.
 
-Policy losses take `PolicyTerms.filled()`. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
+Pass `PolicyTerms.filled()` to policy losses. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
 have no gradient (except in Kimi's loss) and never count as clipped.
 """
 
@@ -297,7 +297,7 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value is outside old +- clip."""
+    """bool: the new value differs from the old value by more than clip."""
 
 
 def clipped_value_loss(

@@ -359,7 +359,7 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
     """Return the maximum number of samples in a batch.
 
-    Domains with the most samples per prompt get up to two prompts more than their average, unless it is a whole number.
+    Domains with the most samples per prompt get up to two prompts more than their average, unless the average is a whole number.
     """
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}

@@ -92,7 +92,8 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Describe a process stopped for longer than `limit_s`. Call every `look_s` seconds. `setting`: the limit's YAML path."""
+        """Return a text about a process that has been stopped for longer than `limit_s`, else None. Call every `look_s` seconds. `setting`:
+        the limit's YAML path."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:

@@ -153,7 +153,7 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, in a loop that waits for the event `waits_for`.
+    """Sleep for half a second; called in loops that wait for an event. `waits_for`: the event, for messages.
 
     Raise RankFailed if any rank fails; if the phase times out, blame `rank`.
     """

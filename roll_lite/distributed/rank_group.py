@@ -164,7 +164,7 @@ class LivenessWatch:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
         """Weak references, so that Ray ends the actors of a cluster that is dropped: their last handles go with it."""
         self.overlooked: Sequence[str] = ()
-        """Groups whose deaths and silence an `overlooking` block ignores."""
+        """Names of groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Non-blocking functions that every wait calls about once a second."""
         self._silence_s: float | None = None

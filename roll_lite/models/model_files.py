@@ -15,7 +15,7 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Supported dtypes of weights. Quantized ones would need their scales."""
+"""Supported dtypes of weights. Quantized weights would need their scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096

@@ -59,10 +59,10 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Read config.json in folder `named` (option --model) or, without it, in `path`.
+    """Read config.json in folder `named` (option --model) or, without this option, in `path`.
 
-    Without config.json, choose a public model of TABLE: the one with whose name the folder's name begins or, if model.path is left out, the
-    configuration's name. ValueError if there is none.
+    If there is no config.json, choose the public model (TABLE) whose name is the beginning of the folder's name or, if model.path is left
+    out, of the configuration's name. ValueError if there is none.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():

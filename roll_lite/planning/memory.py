@@ -46,7 +46,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
+    """Bytes that each role needs on a device. `total` counts only the largest of the offloaded roles that are loaded in turns."""
     total: int
 
 
@@ -142,8 +142,8 @@ def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: i
 
 
 def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
-    """Estimate the bytes of the send buffers that a trainer rank keeps between weight updates, at most: for buckets in flight, for buckets
-    of an experts' layer that engines have received only in part, and for one tensor larger than a bucket."""
+    """Estimate the maximum bytes of send buffers that a trainer rank keeps between weight updates: for buckets in flight, for buckets of an
+    experts' layer that engines have received only in part, and for one tensor larger than a bucket."""
     if not (generates(config) and trains(config)) or adapters_of_engines(config) is not None:
         return 0
     sizes = {name: prod(shape) * number_bytes(config) for name, shape in weight_shapes(model.hf).items()}

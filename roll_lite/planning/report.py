@@ -70,7 +70,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield, for each role, the first change of one setting after which everything fits, with the peak memory that it saves."""
+    """Yield a text per role: the first change of one setting with which everything fits, and the peak memory that the change saves."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(role.strategy, before, device):

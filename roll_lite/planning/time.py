@@ -61,11 +61,12 @@ class StepTime:
     phases: Mapping[str, PhaseTime]
     scenario: Scenario
     engine_share: float
-    """Share of devices for engines with which engines and trainers take equally long."""
+    """Fraction of the devices that engines need so that engines and trainers take equally long."""
 
     @property
     def estimate_s(self) -> float:
-        """Estimate a step without simulation. If training waits for a whole batch, it also waits for one response of maximum length."""
+        """Seconds of a step, estimated without simulation. Training that waits for a whole batch also waits for one response of maximum
+        length."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate
         ahead = self.scenario.rollout.supply != "sync" and not self.scenario.takes_turns

@@ -13,7 +13,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts of all domains in proportion to their shares, as long as staleness and the queues of engines and rewards permit."""
+    """Starts prompts of all domains in proportion to their shares, limited by staleness and by the queues of engines and rewards."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until the router counts them, in the event loop's next turn."""
+        """Count a new group's requests as load until the event loop's next turn, when the router counts them."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -89,7 +89,7 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the value of `batches_requested` from which on admitted groups are fresh enough for the domain's next batch."""
+        """Return the smallest `batches_requested` at admission with which a group is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -19,10 +19,11 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""Number of groups lost in a row (all samples failed) with which the run fails; 3 times the domain's groups per batch if that is more."""
+"""The run fails if this many groups in a row are lost (all samples failed); the limit is 3 times the domain's groups per batch if that is
+more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Fraction of lost groups with which the run fails, among the latest LONG_WINDOW_FACTOR times the number of groups above."""
+"""The run fails if at least this fraction of the latest groups is lost. Their number is LONG_WINDOW_FACTOR times the limit above."""
 
 
 class DomainFailed(RuntimeError):
@@ -68,7 +69,8 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches that training had requested when `group` was admitted. The staleness of continued samples is measured from it."""
+    """Number of batches that training had requested when `group` was admitted. Staleness of continued samples is measured from this
+    number."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 

@@ -31,7 +31,7 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost."""
+        """Response, with `error` if the request failed; None if the engine did not answer an abort. Raises EngineLost."""
         self.parts: list[Turn] = []
         """Pieces of the response, from which another engine can continue."""
 
@@ -70,8 +70,8 @@ def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: the engine pauses until it has received all
-    requests of a batch."""
+    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: pause the engine until it has all requests of
+    a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name

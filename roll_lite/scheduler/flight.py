@@ -30,7 +30,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""Number of engines that are lost while running a request after which the request is given up, since it may have killed them."""
+"""If this many engines die while running a request, the request is given up, since it may have killed them."""
 
 
 class RequestFailed(Exception):
@@ -66,7 +66,7 @@ class ExpectedLength:
             self._sort()
 
     def left(self, generated: int) -> float:
-        """Expected further tokens: the mean length of longer responses, minus `generated`."""
+        """Return the expected further tokens: the mean length of responses longer than `generated`, minus `generated`."""
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
 

@@ -16,7 +16,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in a domain's mean load per request."""
 READY_SHARE = 0.25
-"""Fraction of an engine's slots that is sent in addition, so that a waiting request fills a free slot at once."""
+"""Requests sent to an engine beyond its slots, as a fraction of its slots: a waiting request fills a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Maximum number of aborts in a row without new tokens."""
 
@@ -64,7 +64,7 @@ class Router:
         self._costs: dict[str, float] = {}
 
     async def generate(self, domain: str, request: GenerationRequest, so_far: Turn | None = None) -> Turn:
-        """Generate a response, or continue `so_far`. RequestFailed (a retry may succeed) or NoEngineLeft."""
+        """Generate a response, or continue `so_far`. Raise RequestFailed (a retry may succeed) or NoEngineLeft."""
         flight = self._flights[request.request_id] = self._flight(domain, request, so_far)
         try:
             turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
@@ -402,8 +402,8 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves of which some requests are not finished. If every sample has called `join`, there is at most one: the next wave starts only
-        when all samples wait for it."""
+        """Waves with unfinished requests. If every sample has called `join`, there is at most one: the next wave starts only when all
+        samples wait for it."""
 
     def join(self) -> None:
         self._members += 1

@@ -61,7 +61,7 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually just one.
+    """Sample being generated: a tree of responses, usually a single response.
 
     The tree's branches become training sequences (rows). If several requests continue the same response, the first extends the response's
     row, and each other request starts a new row, so that every response is trained in exactly one row.
@@ -122,7 +122,7 @@ class Conversation:
         return turn
 
     def _saved_turn(self, request: GenerationRequest, number: int, after: int | None) -> Turn | None:
-        """Return the saved response to the same request. After a request that differs, the saved responses are of no use."""
+        """Return the saved response to the same request, else None. After a request that differs, saved responses cannot be used."""
         saved = self._saved.pop(number, None)
         if saved is not None and (saved.after, saved.token_ids) == (after, request.prompt_ids):
             return saved.turn
@@ -179,7 +179,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Number of a sample's attempts lost with their worker that do not use up retries: another episode may have killed the worker."""
+"""A sample may lose this many attempts with their workers without using up retries, since other episodes may have killed the workers."""
 
 
 class EpisodeFailed(Exception):
@@ -216,7 +216,7 @@ def no_seeds(_: SampleId) -> None:
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. RewardFailed on a failure, never a score of zero."""
+        """Score a sample. Raise RewardFailed if scoring fails; never return a score of zero instead."""
         ...
 
     @property

@@ -27,8 +27,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Generates and scores the batches that training requests, and validations. Needs a running event loop. Staleness is measured in
-    requested batches."""
+    """Generates and scores training batches and validations. Needs a running event loop. Staleness is measured in requested batches."""
 
     def __init__(
         self,

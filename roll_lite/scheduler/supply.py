@@ -33,8 +33,8 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return how many batches, counted from the start of the run, may have started prompts. `batches_requested`, `handed_out`: batches
-        that training has requested and received so far."""
+        """Return how many of the run's batches may have started prompts, if training has requested `batches_requested` batches and received
+        `handed_out`."""
         ...
 
 

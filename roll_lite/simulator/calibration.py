@@ -208,7 +208,7 @@ def turns_of(sample: Mapping[str, Any]) -> float:
 
 
 def policy_tokens(sample: Mapping[str, Any]) -> float:
-    """Count the policy's tokens; `response_tokens` includes the environment's."""
+    """Count the policy's tokens; `response_tokens` also includes the environment's tokens."""
     others = sample["episode"]["metrics"]["environment_tokens"] if "episode" in sample else 0.0
     return float(sample["response_tokens"] - others)
 

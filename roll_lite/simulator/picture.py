@@ -16,8 +16,8 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Phases: training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Largest number of request slots for which each slot gets a row of the picture. With more slots, each engine gets one row, which is paler
-when fewer requests run."""
+"""Up to this many request slots, each slot gets a row of the picture. With more slots, each engine gets one row, paler when fewer requests
+run."""
 COLUMNS = 1400
 
 

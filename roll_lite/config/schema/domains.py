@@ -27,7 +27,7 @@ class DataFilterConfig(Section):
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
-    """Column that difficulty_range limits, such as a model's share of correct samples."""
+    """Data column with the difficulty that difficulty_range limits, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
     """Keep only training prompts with a difficulty in this inclusive range. Held-out prompts are not filtered."""
 
@@ -77,7 +77,6 @@ class DataConfig(Section):
 
     @property
     def reported(self) -> list[str]:
-        """Columns that `report_by` names."""
         return [self.report_by] if isinstance(self.report_by, str) else list(dict.fromkeys(self.report_by or ()))
 
     def preset_of(self, split: str) -> str | None:

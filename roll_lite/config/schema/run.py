@@ -63,7 +63,6 @@ class PlacementConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes; 0 if `nodes` is null."""
         return (self.nodes or 0) * self.devices_per_node
 
 

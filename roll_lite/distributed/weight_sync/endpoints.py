@@ -71,7 +71,7 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: a rank on its GPU; else one whose GPU it can read; else the owner.
+    """Return the training rank that sends to a receiver: a rank on the receiver's GPU; else a rank whose GPU it can read; else the owner.
 
     A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory.
     """
@@ -189,9 +189,9 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 class WeightSender:
     """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts it to the other training
-    ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would wait for
-    each other.
+    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts the bucket to the other
+    training ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would
+    wait for each other.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -245,7 +245,7 @@ class WeightSender:
             self.nbytes = dict(sent)
 
     def send(self) -> None:
-        """Gather and send all buckets. After a TransferError, gather the rest (it is collective), then raise."""
+        """Gather and send all buckets. After a TransferError, gather the remaining buckets (gathering is collective), then raise."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._transport is not None:
@@ -282,7 +282,7 @@ class WeightSender:
     def _finish_broadcasts(self) -> None:
         """Wait for this rank's NCCL broadcasts to engines on other GPUs.
 
-        Otherwise such a broadcast could queue on the GPU behind one between trainers, whose owner waits for that engine (deadlock).
+        Otherwise such a broadcast could queue on the GPU behind a broadcast between trainers, whose owner waits for that engine (deadlock).
         """
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():

@@ -58,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: facts that loading compares. `writer`: writes the tensors to
-    STATE_FOLDER. Return this rank's files."""
+    """Save a checkpoint to a shared folder (collective). `model`: facts about the model that loading compares. `writer`: writes the tensors
+    to STATE_FOLDER. Return this rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -83,7 +83,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
+    """Raise ValueError if only one of checkpoint and run uses adapters, or if their adapters have different base models."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -152,7 +152,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Return this rank's file; None if fewer ranks saved. Raise ValueError if the file is lost."""
+    """Return this rank's file; None if fewer ranks saved the checkpoint. Raise ValueError if the file is lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own

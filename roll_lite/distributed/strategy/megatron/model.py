@@ -154,7 +154,7 @@ class RollModel(GPTModel):
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE frequencies like Llama 3.1. Megatron-Core ignores all settings but the factor."""
+    """Scale RoPE frequencies like Llama 3.1. Megatron-Core itself would use only the factor."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 

@@ -18,7 +18,7 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Batch columns: token ids of a truncated softmax, and its temperature."""
+"""Batch columns: token ids that a truncated softmax keeps, and the softmax's temperature."""
 
 
 @dataclass(frozen=True)

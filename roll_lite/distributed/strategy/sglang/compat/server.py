@@ -243,7 +243,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers, in a thread: it may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers, in a thread, because the call may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:

@@ -208,7 +208,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, a permutation of each expert's entries, found by packing row and column numbers, digit by digit."""
+    """Undo vLLM's packing, which permutes each expert's entries. Packed row and column numbers, digit by digit, reveal the permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
