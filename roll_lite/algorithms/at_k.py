@@ -19,8 +19,8 @@ def every_k(most: int) -> list[int]:
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Return the standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt. If all
-    prompts have equally many samples, this is the standard error of the mean over the prompts' means.
+    """Return the standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt. With
+    equally many samples per prompt, this is the standard error of the mean of the prompts' means.
     """
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())

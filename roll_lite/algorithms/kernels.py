@@ -209,8 +209,7 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate an uninitialized tensor with numpy, which uses huge pages. The first writes to memory from torch take longer than this
-    module's loops."""
+    """Allocate with numpy, which uses huge pages. First writes to memory that torch allocates take longer than this module's loops."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 

@@ -95,6 +95,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore an adaptive coefficient. Without a target, the coefficient is fixed: the configured value stays."""
+        """Restore an adaptive coefficient; without a target, the configured coefficient stays."""
         if self._target is not None:
             self.coef = state["coef"]

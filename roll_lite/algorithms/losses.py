@@ -77,7 +77,7 @@ class PolicyLoss:
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum each row, [B, T-1] -> [B, 1]. The sum is computed in float64, so that padding does not change the result."""
+    """Sum each row in float64, [B, T-1] -> [B, 1], so that padding does not change the result."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 

@@ -16,7 +16,7 @@ BINS = 801
 """Number of histogram bins; odd, so that the middle bin is centred at log-ratio 0."""
 
 FINE = 1e-3
-"""Absolute log-ratio up to which bins are about equally wide. For larger log-ratios, the width of bins grows with the log-ratio."""
+"""Absolute log-ratio up to which bins are about equally wide. Beyond it, the widths grow with the log-ratio."""
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 

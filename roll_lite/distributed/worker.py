@@ -198,8 +198,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return (process group -> number of the last collective begun, descriptions of unfinished collectives). A stack trace alone does not
-    show these: GPU collectives are launched early and need not block the process.
+    """Return (process group -> number of the last collective begun, descriptions of unfinished collectives). Stack traces do not show them:
+    GPU collectives are launched early and need not block the process.
     """
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more

@@ -176,8 +176,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the configuration with the configured tensor_parallel of the engines, and with the fastest other value. Values with which the
-    KV cache cannot hold one sample of maximum length are left out."""
+    """Yield the configuration with the engines' given tensor_parallel, and with the fastest other value. Values are left out if the KV
+    cache cannot hold one sample of maximum length."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:

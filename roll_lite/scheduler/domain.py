@@ -19,8 +19,7 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many groups in a row are lost (all samples failed); the limit is 3 times the domain's groups per batch if that is
-more."""
+"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch if that is more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
 """The run fails if at least this fraction of the latest groups is lost. Their number is LONG_WINDOW_FACTOR times the limit above."""

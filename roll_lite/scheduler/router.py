@@ -103,7 +103,7 @@ class Router:
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
         """Generate a response in a wave of requests that start together (deterministic runs). An interrupted request starts over, because a
-        continued response would differ."""
+        continued response would differ from an uninterrupted one."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -381,7 +381,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """End the wave if all requests are answered; restart those of lost engines once all engines serve."""
+        """End the wave if all requests are answered; restart requests of lost engines once all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}

@@ -24,7 +24,7 @@ COLUMNS = 1400
 def draw_engines(
     path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
 ) -> Path:
-    """Draw one panel per simulated run on a common time axis, and return the PNG's path. `by`: what colours stand for, "version" (of the
+    """Draw one panel per simulated run on a common time axis. `by`: what colours stand for, "version" (of the
     weights) or "domain". `until`: end of the time axis in seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

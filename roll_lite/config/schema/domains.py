@@ -276,7 +276,7 @@ class GroupFilterConfig(Section):
     """Group measure: accuracy (share of correct samples), mean or std of scores; or dotted path to your function `SampleGroup -> bool`,
     True to train."""
     above: float | None = None
-    """Train only groups with a larger measure. null: 0 for accuracy and std."""
+    """Train only groups with a larger measure. null: 0 for accuracy and std, no limit for mean."""
     below: float | None = None
     """Train only groups whose `name` measure is smaller. null: 1 for accuracy, no limit for mean and std."""
     tries: PositiveInt = 10
@@ -300,7 +300,6 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Bounds (above, below) with defaults in place of null."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 

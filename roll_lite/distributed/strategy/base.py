@@ -307,7 +307,8 @@ class RequestProgress:
     generated: int
     """Number of tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, without the newest token: it may end the response, and a retry must not continue after the end."""
+    """New tokens since the last report, without the newest: that token may end the response, and a retry must not continue after the
+    end."""
 
 
 Report = Callable[[RequestProgress], None]

@@ -47,7 +47,7 @@ class Layers:
 
 
 def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor). Collective over the engine's workers."""
+    """Yield (Hugging Face name, unsharded weight) for `names` (None: all). Collective over the engine's workers."""
     parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
         held, tensors = _of_module(path, module, model, layers)

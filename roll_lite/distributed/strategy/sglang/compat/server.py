@@ -77,7 +77,8 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request: SGLang reports the tokens' weight versions only at the end."""
+    """True once weights have changed during the request. New tokens are then not reported early: SGLang tells their weight versions only at
+    the end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or the request has ended."""
 
