@@ -14,13 +14,13 @@ NO_ANSWER, READS_NONE = -1, -2
 
 
 def every_k(most: int) -> list[int]:
-    """Return the k to report: `most` and the powers of two below, except 1 (pass@1 is the mean)."""
+    """Return the values of k to report, ascending: `most` and the powers of two below it, except 1 (pass@1 is the mean correctness)."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Standard error of the mean of `correct`, clustered by prompt (with equally many samples per prompt: that of the prompts' means); NaN
-    for one prompt.
+    """Return the standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt. With
+    equally many samples per prompt, this is the standard error of the mean of the prompts' means.
     """
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())
@@ -51,7 +51,7 @@ class SampledPrompts:
         return np.array(values)[which.reshape(-1)]
 
     def best(self, k: int) -> np.ndarray:
-        """Expected highest score of k samples."""
+        """Return each prompt's expected highest score among k samples."""
         sizes, which = np.unique(self.samples, return_inverse=True)
         weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
         for row, n in enumerate(sizes.tolist()):
@@ -65,8 +65,9 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """maj@k: share of majority votes with a correct winner. Each k consecutive samples of a prompt are one vote. In a tie, the mean
-        correctness counts. Samples without an answer abstain. NaN if the reward extracts no answers."""
+        """Return each prompt's maj@k: the share of majority votes that a correct answer wins. Every k consecutive samples of a prompt hold
+        one vote. If answers tie, their mean correctness counts. Samples without an answer abstain. NaN if the reward extracts no
+        answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

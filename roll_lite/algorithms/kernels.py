@@ -1,5 +1,5 @@
-"""Recurrences and row sums, compiled with numba: tensor operations are slow at them. Inputs are in host memory: token tensors [B, T-1] with
-a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
+"""Compute recurrences and sums along rows with numba, because tensor operations are slow at recurrences. Inputs are in host memory: token
+tensors [B, T-1] with a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numba import njit
 ENTRIES_PER_THREAD = 1 << 17
 
 PARTS_PER_THREAD = 4
-"""Blocks of rows per thread. Several let fast threads take over from a delayed one."""
+"""Blocks of rows per thread. With several, the other threads take over blocks from a delayed thread."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -26,7 +26,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Maps this rank's `row_moments` to (shift, scale): (x - shift) * scale whitens the global batch."""
+"""Function from this rank's `row_moments` [B, 3] to (shift, scale), so that (x - shift) * scale is whitened over the global batch."""
 
 
 def recurrence(
@@ -39,9 +39,9 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns`. `tokens`: token tensors; None stands for zeros. `rows`: row arguments, each [B], one
-    number, or None for 0. `outputs`: dtypes of the results. With `whitening`, the kernel runs twice: for the moments, then for the
-    outputs."""
+    """Run the kernel `gae` or `discounted_returns` and return its results, [B, T-1] each. `tokens`: the kernel's token tensors; None stands
+    for zeros. `rows`: its row arguments, each [B], one number, or None for 0. `outputs`: dtypes of the results. With `whitening`, the
+    kernel runs twice: for the moments, which give shift and scale, then for the results. `per_turn`: as in `advantages.gae`."""
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -162,14 +162,15 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Write a row's moments. Sums are over differences from one entry (`origin`), to stay precise under a large common offset."""
+    """Write a row's (count, sum, sum of squared deviations). `total` and `squares` are sums over differences from one entry (`origin`),
+    which stay precise if all entries share a large offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
 
 
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return (count, sum, sum of squared deviations) of unmasked entries, [B, 3]."""
+    """Return each row's (count, sum, sum of squared deviations from the mean) over entries where the mask is True, [B, 3]."""
     out = torch.empty(mask.shape[0], 3, dtype=torch.float64)
     _over_rows(_row_moments, mask.shape, _tokens(x, mask), _mask(mask), out.numpy())
     return out
@@ -208,12 +209,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate with numpy, which uses huge pages: torch's first writes to memory take longer than the loops here."""
+    """Allocate with numpy, which uses huge pages. First writes to memory that torch allocates take longer than this module's loops."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert for compiled code. None becomes an empty array: reading zeros would take time."""
+    """Convert a token tensor to an array for compiled code. None becomes an empty array, which kernels skip: reading zeros takes time."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

@@ -14,7 +14,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return log_probs - other, clamped; 0 for tokens impossible under both policies."""
+    """Return log_probs - other, clamped to +-LOG_RATIO_LIMIT; 0 for tokens impossible under both policies."""
     impossible = (log_probs == -torch.inf) & (other == -torch.inf)
     return clamped(log_probs.masked_fill(impossible, 0.0) - other.masked_fill(impossible, 0.0))
 
@@ -24,7 +24,7 @@ def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """Estimate each token's KL. The gradient is not that of KL; see `kl_loss`."""
+    """Estimate KL(new || ref) of each token. For training use `kl_loss`: the gradient of this estimate is not the gradient of KL."""
     ratio = clamped_log_ratio(new, ref)
     if estimator == "k1":
         return ratio
@@ -77,7 +77,7 @@ LARGEST_ERROR = 0.2
 
 class KlController:
     """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1)
-    (arXiv 1909.08593); the min keeps it positive for large batches."""
+    (arXiv 1909.08593). The limit of 1 keeps the coefficient positive if a batch has more samples than `horizon`."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef
@@ -95,6 +95,6 @@ class KlController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the coefficient; without a target, the configured one stays."""
+        """Restore an adaptive coefficient; without a target, the configured coefficient stays."""
         if self._target is not None:
             self.coef = state["coef"]

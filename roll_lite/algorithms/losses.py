@@ -1,6 +1,6 @@
 """Token losses [B, T-1], correction of the engine-trainer mismatch, and row weights.
 
-Policy losses take `PolicyTerms.filled()`. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
+Pass `PolicyTerms.filled()` to policy losses. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
 have no gradient (except in Kimi's loss) and never count as clipped.
 """
 
@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Float32 rounding error: a weight counts as clipped only if it differs from the ratio by more than this."""
+"""Relative tolerance for float32 rounding: a weight counts as clipped only if it differs from the ratio by more than this fraction."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -30,8 +30,8 @@ class PolicyTerms:
     mask: torch.Tensor
 
     def filled(self) -> PolicyTerms:
-        """Zero masked entries, so that NaN there reaches neither loss nor gradient. Tokens with advantage 0 that are impossible under both
-        policies get log-probs 0: their ratio is undefined."""
+        """Return the terms with zeros outside the mask, so that NaN there reaches neither loss nor gradient. A token that is impossible
+        under both policies has no defined ratio: if its advantage is 0, its log-probs become 0 too."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -48,7 +48,7 @@ class PolicyTerms:
 
     @property
     def beyond_low(self) -> torch.Tensor:
-        """bool: log_ratio is clamped from below and has no gradient."""
+        """[B, T-1] bool: the token's log-ratio is below -LOG_RATIO_LIMIT, so that it is clamped and has no gradient."""
         return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
 
     @property
@@ -68,21 +68,21 @@ class PolicyLoss:
     ratio: torch.Tensor
     """New / old probability of the token or, in sequence-level losses, the sequence; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its range and has no gradient.
+    """bool: the ratio is below its clip range, so that the token has no gradient.
 
-    In cispo and topr, tokens keep their gradient, and the weight was raised to its lower bound.
+    In cispo and topr the token keeps its gradient: its weight was raised to the range's lower bound.
     """
     clipped_high: torch.Tensor
-    """bool: like clipped_low, for a ratio above its range. In cispo and topr, the weight was lowered to the upper bound."""
+    """bool: like clipped_low, for a ratio above its clip range. In cispo and topr, the weight was lowered to the upper bound."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Sum rows to [B, 1] in float64, so that padding changes nothing."""
+    """Sum each row in float64, [B, T-1] -> [B, 1], so that padding does not change the result."""
     return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
 def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean over policy tokens, [B, 1]; 0 without any."""
+    """Return each row's mean over policy tokens, [B, 1]; 0 for a row without policy tokens."""
     return (x.sum(1, keepdim=True, dtype=torch.float64) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
@@ -277,7 +277,7 @@ def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor)
 
 
 def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Reduce each row to [B, 1], or keep tokens, as `level` says. Undefined for rows without policy tokens."""
+    """Reduce x [B, T-1] to one value per row, [B, 1]; level `token` returns x itself. Undefined for rows without policy tokens."""
     if level == "token":
         return x
     if level == "sequence_sum":
@@ -297,13 +297,14 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 class ValueLoss:
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value is outside old +- clip."""
+    """bool: the new value differs from the old value by more than clip."""
 
 
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Return half the squared error. With `clip`: the larger error of the plain and the clipped value (PPO)."""
+    """Return half the squared error of values against returns. With `clip`, also compute the error of values limited to old_values +- clip,
+    and return the larger of both (PPO)."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
@@ -327,9 +328,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the loss weight [B] of one policy token in each row. `policy_tokens` [B]: counts of ALL rows of the global mini-batch. Empty
-    rows and rows with train_weight 0 weigh 0 and are not counted; other train_weights are factors. `constant` (Dr. GRPO): a token weighs 1
-    / (rows * constant)."""
+    """Return, for each row, the loss weight of one policy token, [B]. `policy_tokens` [B]: number of policy tokens of ALL rows of the
+    global mini-batch. Rows without policy tokens or with train_weight 0 get weight 0 and are not counted; other train_weights multiply the
+    weight. Mode `constant` (Dr. GRPO): a token weighs 1 / (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 SPREAD_RESOLUTION = 1e-12
-"""Relative standard deviation below which it is a rounding error and counts as 0."""
+"""Ratio of standard deviation to mean up to which the deviation is a rounding error and counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations (Welford). Sums are exactly rounded: row order changes nothing."""
+    """Count, mean and sum of squared deviations of a run's rewards (Welford). Sums are exactly rounded, so that the order of rows does not
+    change results."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -117,9 +118,10 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless it is 0.
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless the deviation is 0.
 
-    With over=running, the rewards are first added to `running`. trains [N] bool: samples in the statistics; with over=group, all samples.
+    With over=running, the rewards are first added to `running`. trains [N] bool: samples that the statistics cover; with over=group they
+    cover all samples.
     """
     if len(rewards) == 0:
         return rewards
@@ -160,10 +162,10 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Return training weights: the data's weights times `function_weights` (user's function).
+    """Return training weights: the data's weights times `function_weights` (result of the user's function; None: 1).
 
-    They are 0 for truncated samples (if `truncated`), groups whose mean score is outside `group_mean`, and responses whose number of policy
-    tokens is outside `response_tokens`.
+    The weight is 0 for truncated samples (if `truncated`), for groups whose mean score is outside `group_mean`, and for responses whose
+    number of policy tokens is outside `response_tokens`.
     """
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}

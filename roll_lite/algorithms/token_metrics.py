@@ -1,5 +1,5 @@
-"""Metrics of micro-batches' tokens: sums and histograms, which add up over micro-batches and ranks, and peaks. `<name>#<number>` is metric
-`<name>` of domain `<number>`."""
+"""Collect metrics of tokens, micro-batch by micro-batch: sums and histograms, which can be added over micro-batches and ranks, and peaks
+(maxima and minima). `<name>#<number>` is the metric `<name>` of the domain `<number>`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BINS = 801
 """Number of histogram bins; odd, so that the middle bin is centred at log-ratio 0."""
 
 FINE = 1e-3
-"""Log-ratio up to which bins are about equally wide; beyond, widths grow with the log-ratio."""
+"""Absolute log-ratio up to which bins are about equally wide. Beyond it, the widths grow with the log-ratio."""
 
 _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
@@ -37,14 +37,15 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
 
 @dataclass
 class Peaks:
-    """Maxima and minima by domain, kept on the device until read."""
+    """Maxima and minima of metrics by domain. They stay on the device until `collect` reads them."""
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """(name, sign) -> [domains] maximum of sign * value; sign -1 for minima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record unmasked values [B, T-1]. NaN makes the domain's peak NaN."""
+        """Record values [B, T-1] where the mask is True, for the maximum or (`smallest`) the minimum. NaN makes the domain's peak NaN.
+        domain_numbers [B]."""
         sign = -1 if smallest else 1
         if values.numel() == 0:
             return
@@ -88,7 +89,7 @@ class RatioHistogram:
     _counts: torch.Tensor | None = None
 
     def record(self, log_ratio: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor) -> None:
-        """Count unmasked log-ratios [B, T-1]. NaN counts as the largest."""
+        """Count the log-ratios [B, T-1] where the mask is True, by domain (domain_numbers [B]). NaN counts as LOG_RATIO_LIMIT."""
         log_ratio = log_ratio.detach().nan_to_num(nan=LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         place = torch.asinh(log_ratio.double() / FINE) / _SPAN
         bins = ((place + 1) * (BINS / 2)).long().clamp(0, BINS - 1) + BINS * domain_numbers[:, None]
@@ -107,7 +108,7 @@ def nearest_rank(percent: int, count: int) -> int:
 
 
 def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
-    """Percentiles of the ratio from histogram counts [BINS], as bin centres; NaN without counts."""
+    """Return percentiles of the ratio exp(log-ratio) from histogram counts [BINS], as centres of bins; NaN if all counts are 0."""
     total = np.cumsum(counts)
     if total[-1] == 0:
         return [math.nan] * len(percents)

@@ -28,7 +28,8 @@ TRAINING_ROLES = ("actor_train", "reference", "critic")
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 EngineOffload = Literal["never", "with_copy", "without_copy"]
-"""Weights when engines offload. with_copy: moved to host memory. without_copy: discarded, since the trainer sends them after every load."""
+"""Treatment of engines' weights when engines offload. with_copy: moved to host memory. without_copy: discarded, since the trainer sends
+weights after every load."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def model_parallel_size(role: Role) -> int:
 
 
 def micro_batch_count_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Required divisor of the micro-batch count: the pipeline size if stages are interleaved."""
+    """Return the number that must divide the micro-batch count: the pipeline size if stages are interleaved, else 1."""
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
@@ -223,8 +224,8 @@ def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: 
 
 
 def micro_batch_tokens_divisor(strategy: MegatronStrategyConfig) -> int:
-    """Divisor of a micro-batch's tokens: context parallelism cuts them into two chunks per rank, sequence parallelism each chunk over the
-    tensor-parallel ranks.
+    """Return the number that must divide a micro-batch's tokens: context parallelism cuts the tokens into two chunks per rank, and sequence
+    parallelism splits each chunk over the tensor-parallel ranks.
     """
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
     return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
@@ -356,9 +357,9 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Return the most samples in a batch.
+    """Return the maximum number of samples in a batch.
 
-    Domains with the most samples per prompt get up to two prompts more than their average, unless it is a whole number.
+    Domains with the most samples per prompt get up to two prompts more than their average, unless the average is a whole number.
     """
     prompts = int(sum(one.prompts_per_step for one in domains))
     spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}

@@ -58,8 +58,8 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
 
 
 def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
-    """Return the `waiting` roles that can be loaded beside the `present` ones and each other. `exclude`: True for roles that cannot
-    share."""
+    """Return the `waiting` roles that can be loaded beside the `present` roles and each other. `exclude` returns True for two roles that
+    cannot be loaded together."""
     starting: list[T] = []
     for one in waiting:
         if not any(exclude(one, other) for other in (*present, *starting)):

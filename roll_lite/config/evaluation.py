@@ -1,4 +1,4 @@
-"""Configurations with `mode: evaluate`. Settings that only training reads are removed before validation: they may be missing or misfit."""
+"""Configurations with `mode: evaluate`. Settings that only training reads are removed before validation: they may be missing or wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
 
 def without_training(composed: Composed) -> Composed:
-    """Remove settings of training and, if some domains have held-out prompts, the domains without any."""
+    """Remove settings of training and, if some domains have held-out prompts, the domains without held-out prompts."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
     sections = {name: domain.get("data") for name, domain in domains.items() if isinstance(domain, dict)}

@@ -7,7 +7,7 @@ from typing import Protocol
 KEEP_LIMIT = 1024
 """Maximum log-probs that an engine reports per token."""
 TIE_ROOM = 8
-"""Tokens requested beyond top_k: engines keep all that tie with the k-th, and ties are common in bfloat16."""
+"""Tokens requested beyond top_k: engines keep all tokens that tie with the k-th, and ties are common in bfloat16."""
 
 
 class Truncation(Protocol):
@@ -27,7 +27,8 @@ def is_truncated(sampling: Truncation) -> bool:
 
 
 def keep_mask_width(sampling: Truncation, vocab_size: int) -> int:
-    """Number of likeliest tokens that an engine must report to cover the mask."""
+    """Return how many of the likeliest tokens an engine must report, with log-probs, to include all tokens of the keep mask; 0 without
+    truncation."""
     if not is_truncated(sampling):
         return 0
     return min(sampling.top_k + TIE_ROOM, vocab_size) if sampling.top_k else vocab_size

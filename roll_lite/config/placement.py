@@ -88,7 +88,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_whole_cluster: bool) -> dict[str, int]:
     """Return role -> number of devices.
 
-    A role without a number gets its group's highest; if there is none, 1 or, with `has_whole_cluster` and without judges, all devices.
+    A role without a number gets the highest number in its group. If no role of the group has a number, each gets one device or, with
+    `has_whole_cluster` and without judges, all devices.
     """
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
@@ -97,8 +98,8 @@ def _device_counts(placement: PlacementConfig, group: Mapping[str, Role], has_wh
 
 
 def _choose_devices(placement: PlacementConfig, taken: set[int], wanted: int, block_size: int) -> list[int]:
-    """Choose `wanted` devices that are not `taken`, in blocks (tensor-parallel groups): each on one node if it fits, else split equally
-    over few nodes. If too few are free, the result exceeds the last device, which a later check reports."""
+    """Return `wanted` device numbers outside `taken`, in blocks (tensor-parallel groups). A block lies on one node if it fits, otherwise in
+    equal parts on few nodes. If too few devices are free, numbers beyond the last device fill the list; a later check reports them."""
     of_node = placement.devices_per_node
     if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))

@@ -1,6 +1,7 @@
 """Validate plain data against the schema and collect all mistakes.
 
-Pydantic checks only single values: its error locations name union members, not YAML paths, and one wrong value prevents the whole object.
+Pydantic is used only for single values, because its error locations name union members, not YAML paths, and one wrong value prevents the
+whole object.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class _Walker:
         return built if isinstance(value, dict) else list(built.values())
 
     def _item(self, variants: list[type[Section]], data: Any, path: Path) -> Section:
-        """Build an entry of a list or mapping. If invalid, its fields raise Refused when read."""
+        """Build an entry of a list or mapping. The fields of an invalid entry raise Refused when read."""
         built = _INVALID if path in self.broken else self._one_of(variants, data, path)
         if isinstance(built, Section):
             return built
@@ -150,7 +151,7 @@ class _Walker:
         return by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Return similar unset keys, one of which was probably meant."""
+        """Report an unknown key. Return similar keys that are not set: one of them was probably meant."""
         value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
             self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
@@ -204,7 +205,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Return the `name` of the class; DOTTED_PATH if it takes any dotted path."""
+    """Return the `name` that selects the class in YAML; DOTTED_PATH if any dotted path does."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -243,7 +244,7 @@ def _places() -> dict[Path, list[type[Section]]]:
 
 @lru_cache(maxsize=4096)
 def sections_at(path: Path) -> list[type[Section]]:
-    """Sections allowed at a path, the default first."""
+    """Return the section classes allowed at a path, the default first."""
 
     def fits(place: Path) -> bool:
         return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))

@@ -1,7 +1,9 @@
-"""Cluster of one role's Ray actors. A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step, shards)`.
+"""Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step,
+shards)`.
 
-`all` calls every rank, `one` rank 0, `each` the living ranks of independent ones (engines). `start_scatter` sends shard i to all ranks of
-data-parallel rank i, `heads_scatter` only to its head rank, which returns outputs.
+`all` calls every rank, `one` only rank 0. `each` calls the ranks that are alive, for roles whose ranks are independent (engines). A
+data-parallel rank is a group of ranks, of which one, the head, returns the outputs: `start_scatter` sends shard i to all ranks of group i,
+`heads_scatter` only to the group's head.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class ClusterSpec:
     log_folder: Path | None = None
     timeout_s: float | None = None
     initial_ranks: int | None = None
-    """Ranks that start with the cluster; the others start when devices become free and count as lost until then."""
+    """Number of ranks that start with the cluster; None: all. Later ranks start when devices become free, and count as lost until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
@@ -68,7 +70,8 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return the Ray actor class, and Ray options for liveness calls; None: no liveness calls."""
+    """Return (Ray actor class, options for liveness calls). The options select a thread group that answers while a method runs, unless
+    methods are coroutines. None: no liveness calls."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")

@@ -38,7 +38,7 @@ class Block:
 
 
 def put_block(columns: DataProto) -> Block:
-    """Store per-token columns in Ray's object store. The column `sample` must hold sample numbers."""
+    """Store per-token columns in Ray's object store. The column `sample` must hold each row's sample number."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))

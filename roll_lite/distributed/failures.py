@@ -17,9 +17,9 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """A rank of a cluster raised an exception, died or timed out.
+    """Error: a rank of a cluster raised an exception, died or timed out.
 
-    The cluster's ranks have been killed, except if `pending.pause` timed out.
+    All ranks of the cluster are killed before this error is raised, except when `pending.pause` times out.
     """
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
@@ -37,7 +37,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return a copy that ends the run; its message names the restarts and the setting that limits them."""
+        """Return a copy that is not retryable, and so ends the run. Its message names the restarts and the `setting` that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -66,7 +66,7 @@ class MemberLost(Exception):
 
 
 class FleetDown(RuntimeError):
-    """Death of all members of a Fleet. `place`: the member that died last."""
+    """Error: all members of a Fleet are dead. `place`: number of the member that died last."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)

@@ -271,6 +271,6 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """Poll an idle member by `ask`. Return a message when an answer takes longer than SILENCE_SECONDS."""
+    """Call `ask` periodically while the member is not busy. Return a message when an answer takes longer than SILENCE_SECONDS."""
     limit_s = await Heartbeat(ask, SILENCE_SECONDS, ASK_SECONDS, is_busy=is_busy).until_silent()
     return f"it had nothing to do, and did not answer within {limit_s:g} s"

@@ -13,7 +13,7 @@ T = TypeVar("T")
 class Silence:
     """Measures how long a process is silent.
 
-    Each `look` adds the time since the previous one, at most `most_s`, so that a pause of the observer hardly counts.
+    Each `look` adds the time since the previous `look`, at most `most_s`, so that pauses of the observing process hardly count.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,8 +40,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy()`: ask nothing while
-        True."""
+        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy`:
+        while it returns True, the process is not checked."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -92,7 +92,8 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Describe a process stopped for longer than `limit_s`. Call every `look_s` seconds. `setting`: the limit's YAML path."""
+        """Return a text about a process that has been stopped for longer than `limit_s`, else None. Call every `look_s` seconds. `setting`:
+        the limit's YAML path."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:

@@ -24,7 +24,7 @@ from roll_lite.distributed.worker import Stand
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
-"""Maximum length of one `ray.wait`. Between two, Ctrl-C and timeouts are noticed."""
+"""Maximum length of one `ray.wait`. Ctrl-C and timeouts are noticed between two of these waits."""
 KILLED = "ray.kill"
 BLAME_SECONDS = 2.0
 """Time to look for a dead rank after another reports a broken connection."""
@@ -75,7 +75,7 @@ class Pending(Generic[T]):
         self.group.phases.append(self.phase)
 
     def result(self, timeout_s: float | None = None, poll: Callable[[], None] | None = None) -> T:
-        """`timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
+        """Wait for the calls and return their result. `timeout_s` overrides the cluster's limit. `poll` is called about once a second."""
         _wait([self], timeout_s, poll=poll)
         return self._collect([call.value for call in self.calls])
 
@@ -117,7 +117,7 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
 def raise_all_dead(group: RankGroup) -> NoReturn:
     """Raise the failure of a cluster whose ranks are all dead.
 
-    If the process that managed them dies within BLAME_SECONDS, raise its failure instead, since it names the cause.
+    If a process that manages these ranks dies too, within BLAME_SECONDS, raise that process's failure instead, since it names the cause.
     """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
@@ -153,7 +153,7 @@ def _wait(
 
 
 def pause(group: RankGroup, rank: int, waits_for: str) -> None:
-    """Sleep half a second, in a loop that waits for the event `waits_for`.
+    """Sleep for half a second; called in loops that wait for an event. `waits_for`: the event, for messages.
 
     Raise RankFailed if any rank fails; if the phase times out, blame `rank`.
     """
@@ -272,7 +272,7 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the first rank without an answer; else a rank that others wait for and that waits for none.
+    """Return the rank to blame for a hang: the first rank without a Stand; else a rank for which others wait and which waits for none.
 
     Of two ranks in a process group, the one that has begun more collectives waits for the other.
     """

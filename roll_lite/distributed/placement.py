@@ -46,7 +46,7 @@ class Slot:
     """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """Placement group of a worker that starts once devices become free; else None."""
+    """The worker's own placement group, if the worker starts only once devices become free; else None."""
     own_gpus: int = 0
 
 
@@ -68,7 +68,7 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """Slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
+        """Return slots in rank order. A worker gets consecutive devices; workers that share a device have consecutive ranks."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -104,7 +104,7 @@ class Placement:
         return {role: {self.devices[number].node for number in numbers} for role, numbers in self.roles.items()}
 
     def later_slot(self, devices: int) -> Slot:
-        """Slot for a worker that starts once a node has `devices` free GPUs (or cores)."""
+        """Return a slot for a worker that starts once a node has `devices` free GPUs (or cores)."""
         group = placement_group([{self._kind: devices}])
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         return Slot(strategy, reserved=group, own_gpus=devices if self._kind == "GPU" else 0)
@@ -114,7 +114,7 @@ class Placement:
 
 
 def draining_nodes() -> set[str]:
-    """Ids of nodes that will leave the cluster; empty if Ray does not answer."""
+    """Return the ids of nodes that will leave the cluster; empty if Ray does not answer."""
     from ray._private.worker import global_worker  # Ray has no public call for this.
 
     try:
@@ -132,7 +132,7 @@ def beside_driver() -> Slot:
 
 
 def _cpu_slot(slots: int) -> float:
-    """Largest share of a core, at most 1, with which all slots fit into the free cores."""
+    """Return the largest share of a core per slot, at most 1, with which all slots fit into the free cores."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -142,7 +142,8 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Largest share of a core, at most 1, that fits each node's free cores. `counts`: slots by node id."""
+    """Return the largest share of a core per slot, at most 1, with which each node's slots fit into its free cores. `counts`: node id ->
+    slots."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)

@@ -31,7 +31,8 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Ask the rank for a sign of life if due, or check for its answer. Return how long an open question has waited; else 0."""
+        """Start a heartbeat call to the rank if one is due, or look for the open call's answer. Return the seconds for which the open call
+        has waited, else 0."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -51,7 +52,8 @@ class Pulse:
 class RankGroup:
     """Ranks of one cluster.
 
-    If one dies, all are killed, unless they `live_alone`. `watch`: Ray options for liveness calls; None: no liveness calls.
+    If one rank dies, all are killed, unless `live_alone`: then only this rank is lost. `watch`: Ray options for liveness calls; None: no
+    liveness calls.
     """
 
     def __init__(
@@ -160,9 +162,9 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak: dropping a cluster drops its actor handles, and Ray ends the actors."""
+        """Weak references, so that Ray ends the actors of a cluster that is dropped: their last handles go with it."""
         self.overlooked: Sequence[str] = ()
-        """Groups whose deaths and silence an `overlooking` block ignores."""
+        """Names of groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Non-blocking functions that every wait calls about once a second."""
         self._silence_s: float | None = None
@@ -193,7 +195,7 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return reference -> (group, rank) for groups that end with any rank. A reference is ready when its rank is dead."""
+        """Return reference -> (group, rank) for groups whose ranks die together. A reference is ready when its rank is dead."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -215,7 +217,8 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """Return (group, rank, limit in seconds) of a rank beyond the limit of `expecting_answers`."""
+        """Return (group, rank, limit in seconds) of a rank whose heartbeat answer takes longer than `expecting_answers` allows, else
+        None."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

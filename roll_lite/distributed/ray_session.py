@@ -156,7 +156,7 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only one on this machine.
+    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only cluster on this machine.
 
     Private clusters of runs do not count.
     """
@@ -299,8 +299,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield a session's private folder and its mark, an id in its processes' environment, while a guard process watches the driver. On a
-    cluster started elsewhere no process has the mark: the guard only records a killed driver's death."""
+    """Yield (the session's private folder, its mark) while a guard process watches the driver. The mark is an id in the environment of the
+    session's processes. On a cluster started elsewhere no process has a mark: the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

@@ -134,7 +134,7 @@ def record_death(summary: Path) -> None:
 
 
 def second_guard() -> tuple[int, bool]:
-    """Fork a second guard. Both return (pidfd of the other guard, whether this is the new guard)."""
+    """Fork a second guard. Both processes return (pidfd of the other guard, whether this is the new guard)."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

@@ -40,7 +40,7 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Minimum time for saving after a SIGTERM, even if less of checkpoint.on_sigterm_s is left."""
+"""Saving after a SIGTERM may take at least this many seconds, even if less of checkpoint.on_sigterm_s is left."""
 
 
 class Preempted(BaseException):

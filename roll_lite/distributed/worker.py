@@ -114,7 +114,7 @@ class Worker:
         threading.Event().wait()
 
     def place(self) -> Place:
-        """Return node and pid; also the heartbeat."""
+        """Return this worker's node and pid. Also serves as the heartbeat call."""
         return Place.here()
 
     def stand(self) -> Stand:
@@ -198,8 +198,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return the number of the last collective begun in each process group, and descriptions of unfinished ones, since GPU collectives are
-    launched early and need not block the process.
+    """Return (process group -> number of the last collective begun, descriptions of unfinished collectives). Stack traces do not show them:
+    GPU collectives are launched early and need not block the process.
     """
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
@@ -221,7 +221,7 @@ def _recorded_collectives() -> Iterator[dict[str, Any]]:
 
 
 def other_stacks() -> str:
-    """Stack traces, without Ray's and idle threads."""
+    """Return stack traces of this process's other threads, without Ray's and idle threads."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)

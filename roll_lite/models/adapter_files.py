@@ -10,7 +10,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 A, B = "lora_A", "lora_B"
 """PEFT's names of the LoRA matrices A [rank, in] and B [out, rank]."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks for which vLLM reserves memory; others take as much as the next larger one."""
+"""LoRA ranks for which vLLM can reserve memory. Adapters of another rank take as much memory as the next larger rank."""
 _PLAIN: dict[str, Any] = {
     "bias": "none",
     "fan_in_fan_out": False,
@@ -77,7 +77,7 @@ def adapter_problems(folder: Path, rank: int, alpha: float) -> Iterator[str]:
 
 
 def target_of(weight: str) -> str | None:
-    """Return the LoRA target of a weight (q_proj for self_attn.q_proj.weight); None if it is no weight."""
+    """Return the LoRA target of a weight matrix (q_proj for self_attn.q_proj.weight); None if the name does not end in `.weight`."""
     module, _, kind = weight.rpartition(".")
     return module.rpartition(".")[2] if kind == "weight" else None
 

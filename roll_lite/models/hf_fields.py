@@ -72,7 +72,7 @@ _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 POLICY_HEADS = ("ForCausalLM",)
-"""Endings of architectures that generate text. Engines would load others, but without generation."""
+"""Class-name endings of architectures that generate text. Engines would load other architectures, but without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),

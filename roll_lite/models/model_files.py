@@ -15,7 +15,7 @@ from roll_lite.models.hf_config import HfConfig
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
-"""Supported dtypes of weights. Quantized ones would need their scales."""
+"""Supported dtypes of weights. Quantized weights would need their scales."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
@@ -140,7 +140,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
-    """Look for NaN and infinity in the first 4 KiB of up to 500 tensors."""
+    """Return a message if the first 4 KiB of one of up to 500 tensors contain NaN or infinity."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
@@ -154,7 +154,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message if dtype or shape is wrong. `by`: source of the wanted shape."""
+    """Return a message if the dtype or shape of the tensor `name` is wrong, else None. `by`: file that gives the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):

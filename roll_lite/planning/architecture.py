@@ -32,7 +32,8 @@ class Architecture:
         return (cut + embeddings) // parallel + routers + norms
 
     def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
-        """Count the FLOPs per token of a row of `length` tokens: forward pass or, with `backward`, training."""
+        """Count the FLOPs per token in a row of `length` tokens, of a forward pass or, with `backward`, of forward and backward pass.
+        `recompute`: Megatron's recomputation of activations (none, selective, full), which repeats part of the forward pass."""
         hf = self.hf
         layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
         if not backward:
@@ -58,9 +59,10 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Read config.json in folder `named` (option --model) or, without it, in `path`.
+    """Read config.json in folder `named` (option --model) or, without this option, in `path`.
 
-    If there is none, choose the public model whose name begins the folder's name or, if no path is set, the configuration's.
+    If there is no config.json, choose the public model (TABLE) whose name is the beginning of the folder's name or, if model.path is left
+    out, of the configuration's name. ValueError if there is none.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
@@ -76,7 +78,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
 
 
 def of_scorer(path: Path) -> Architecture | None:
-    """Find the model of a reward model or judge; None if neither local nor a known public model."""
+    """Return the architecture of a reward model or judge; None if the model is neither local nor a known public model."""
     try:
         return find(path, "", None)
     except ValueError:

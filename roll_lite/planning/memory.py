@@ -37,7 +37,7 @@ from roll_lite.workers.objectives import CriticLoss
 
 GIB = 2**30
 PROCESS_BYTES = int(1.5 * GIB)
-"""Device memory beside tensors: CUDA context, NCCL buffers, allocator waste."""
+"""Device memory that a process uses beside its tensors: CUDA context, NCCL buffers, allocator waste."""
 GRAPHS_BYTES = GIB
 
 
@@ -46,7 +46,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
+    """Bytes that each role needs on a device. `total` counts only the largest of the offloaded roles that are loaded in turns."""
     total: int
 
 
@@ -80,7 +80,8 @@ def _scorer_memory(role: RewardModelConfig | JudgeServerConfig, model: Architect
 
 
 def _stage_memory(config: RunConfig, model: Architecture, name: str, role: ForwardRoleConfig, stage: int, on_gpu: bool) -> RankMemory:
-    """Trace a pipeline stage; large ones are extrapolated from two and three layers, as memory grows linearly with equal layers."""
+    """Estimate a pipeline stage's memory by tracing its code. A stage with more than three layers, all equal, is extrapolated from traces
+    of two and three layers, because memory grows linearly with the layers."""
     strategy, passes = role.strategy, [one for one in derive(config).passes if one.role == name]
     counts = layers_per_chunk(strategy, model.hf.layers)[stage :: strategy.pipeline_parallel]
     alike = model.hf.experts is None or all(model.hf.experts.layers)
@@ -123,7 +124,7 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
-    """Estimate weights and activations; the KV cache gets the rest of the GPU memory that engines may use."""
+    """Estimate an engine's memory: weights and activations; the KV cache gets the rest of the GPU memory that the engine may use."""
     role = config.actor_infer
     return _serving_memory(role.strategy, model, number_bytes(config), device_bytes / role.replicas_per_device)
 
@@ -141,8 +142,8 @@ def _serving_memory(strategy: EngineStrategyConfig, model: Architecture, size: i
 
 
 def send_buffer_bytes(config: RunConfig, model: Architecture) -> int:
-    """Estimate the largest buffers that a trainer rank keeps between weight updates: for buckets in flight, for those of a layer that an
-    engine has not completed, and for one tensor larger than a bucket."""
+    """Estimate the maximum bytes of send buffers that a trainer rank keeps between weight updates: for buckets in flight, for buckets of an
+    experts' layer that engines have received only in part, and for one tensor larger than a bucket."""
     if not (generates(config) and trains(config)) or adapters_of_engines(config) is not None:
         return 0
     sizes = {name: prod(shape) * number_bytes(config) for name, shape in weight_shapes(model.hf).items()}
@@ -168,7 +169,7 @@ def cached_tokens(config: RunConfig, model: Architecture, memory: RankMemory) ->
 
 
 def by_phase(config: RunConfig, memory: Mapping[str, RankMemory]) -> list[PhaseMemory]:
-    """Return the bytes in each phase. Devices that hold the same roles share an entry."""
+    """Return the device memory needed in each phase of a step. Devices that hold the same roles share an entry."""
     numbers = {name: device_numbers(role.devices) for name, role in roles(config).items() if name in memory}
     blocks: dict[tuple[str, ...], list[int]] = {}
     for device in sorted({one for own in numbers.values() for one in own}):

@@ -13,7 +13,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """Starts prompts by the domains' shares, limited by staleness and by the queues of engines and rewards."""
+    """Starts prompts of all domains in proportion to their shares, limited by staleness and by the queues of engines and rewards."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Count a new group's requests as load until the router counts them, in the event loop's next turn."""
+        """Count a new group's requests as load until the event loop's next turn, when the router counts them."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -79,7 +79,7 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Remove domains without further prompts from the plan. Return True if none remains."""
+        """Remove domains without further prompts from the batch plan. Return True if no domain remains."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
@@ -89,12 +89,12 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the smallest `batches_requested` at which an admitted group is fresh enough for the domain's next batch."""
+        """Return the smallest `batches_requested` at admission with which a group is fresh enough for the domain's next batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """True if finished groups fill three batches; further groups would become stale."""
+        """Return True if the domain's finished groups fill three batches: further groups would become stale."""
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:

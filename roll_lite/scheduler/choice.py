@@ -16,9 +16,9 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Expected response tokens plus uncached prompt tokens of requests in flight."""
+    """Work of the engine's requests in flight: prompt tokens to prefill (those not cached) plus expected response tokens."""
     done: float = 0.0
-    """Finished part of `tokens`; negative if responses outgrow the estimate."""
+    """Tokens of that work which are finished: prompt tokens prefilled and response tokens generated."""
     requests: int = 0
     generating: int = 0
     last_sign: float = 0.0

@@ -19,10 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the prompts per batch if that is more."""
+"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch if that is more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""The run fails if more than this fraction of the latest groups (LONG_WINDOW_FACTOR times the limit above) is lost."""
+"""The run fails if at least this fraction of the latest groups is lost. Their number is LONG_WINDOW_FACTOR times the limit above."""
 
 
 class DomainFailed(RuntimeError):
@@ -68,7 +68,8 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Batches that training had requested when `group` was admitted; the staleness of continued samples is measured from there."""
+    """Number of batches that training had requested when `group` was admitted. Staleness of continued samples is measured from this
+    number."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -77,7 +78,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Batches that training had requested when the group was admitted. Staleness is measured from this number."""
+    """Number of batches that training had requested when the group was admitted. The group's staleness is measured from this number."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -125,7 +126,8 @@ class DomainScheduler:
         """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of the running group that the batch waits for: it would be too old for the next batch."""
+        """Number of the running group that the current batch waits for, because the group would be too old for the next batch; None: no
+        such group."""
 
     @property
     def running(self) -> int:
@@ -260,8 +262,9 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return the batch's `count` groups in order of admission; None if not ready. The batch waits for a running group admitted before
-        `minimum_admission_batch`, too old for the next batch: dropping slow groups would favour short responses."""
+        """Return `count` groups for the current batch in order of admission; None if they are not ready. A group admitted before
+        `minimum_admission_batch` is too old for the next batch: if it is still running, the current batch waits for it, because dropping
+        slow groups would favour short responses."""
         if self._waits_for is not None and self._waits_for in self._running:
             return None
         if len(self._finished) < count and (self._running or self.owed):
@@ -287,7 +290,8 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, batches_requested: int, max_staleness: int) -> None:
-        """End groups too old for the next batch (which `batches_requested` includes), and put their prompts first in the queue."""
+        """End groups that are too old for the next batch, and put their prompts first in the queue. `batches_requested` includes the next
+        batch."""
         stale = [live for live in self._groups if live.batches_requested < batches_requested - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
             if live.group is not None:  # a finished group's tries are used up: its replacement gets new ones
@@ -352,11 +356,11 @@ class DomainScheduler:
             self._put_back.append(_PromptToStart((epoch, index), one["group"], one["asked"], samples))
 
     def current(self, number: int) -> int:
-        """Number of the group that continues group `number` of the resumed checkpoint, or `number`."""
+        """Return the number of the group that continues group `number` of the resumed checkpoint; `number` itself if none does."""
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Checkpoint states of an undelivered group's samples, by index."""
+        """Return what a checkpoint stores of the samples of group `number`, which is not delivered yet: index in the group -> state."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]
@@ -382,7 +386,7 @@ def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Mark a group's accepted samples, except the greedy baseline."""
+    """Return the group with its accepted samples marked with `outcome` and, as failure, `cause`. The greedy baseline stays unchanged."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 

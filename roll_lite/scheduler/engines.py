@@ -31,12 +31,12 @@ class Asked:
     def ask(self, request: GenerationRequest) -> None:
         self.request = request
         self.answer: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
-        """Response, with `error` if the request failed; None if an abort was not answered. Raises EngineLost."""
+        """Response, with `error` if the request failed; None if the engine did not answer an abort. Raises EngineLost."""
         self.parts: list[Turn] = []
         """Pieces of the response, from which another engine can continue."""
 
     def generated(self, tokens: int) -> None:
-        """Take the number of tokens so far, at the start and every few seconds."""
+        """Receive the number of response tokens so far. Called when the engine starts the request, then every few seconds."""
 
 
 class EngineClient(Protocol):
@@ -70,7 +70,8 @@ def _with_blocks(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 
 class BatchedEngine(ABC):
-    """Batches calls to an engine. `frozen_admission`: pause the engine until it has all requests of a batch."""
+    """Engine client that sends requests and fetches responses in batches. `frozen_admission`: pause the engine until it has all requests of
+    a batch."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -195,6 +196,7 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the engines on draining nodes. If no engine runs elsewhere, one of them is kept. `nodes`: node of each serving engine."""
+    """Return the numbers of the engines on draining nodes. If no engine runs on another node, the first is not returned, so that one engine
+    remains. `nodes`: engine number -> node, for serving engines."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

@@ -1,4 +1,5 @@
-"""Request in flight, possibly on several engines in turn: its timeout and its share of engine load."""
+"""Request in flight: its timeout and its share of an engine's load. If an engine is lost or interrupted, the request continues on
+another."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""Lost engines after which a request is given up, since it may have killed them."""
+"""If this many engines die while running a request, the request is given up, since it may have killed them."""
 
 
 class RequestFailed(Exception):
@@ -65,7 +66,7 @@ class ExpectedLength:
             self._sort()
 
     def left(self, generated: int) -> float:
-        """Expected further tokens: the mean length of longer responses, minus `generated`."""
+        """Return the expected further tokens: the mean length of responses longer than `generated`, minus `generated`."""
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
 
@@ -159,7 +160,7 @@ class Flight(Asked):
 
     @property
     def own_tokens(self) -> int:
-        """Tokens to prefill beyond `shared_tokens`: new messages, and those generated before an interruption."""
+        """Tokens to prefill beyond `shared_tokens`: new messages, and response tokens generated before an interruption."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
@@ -169,7 +170,7 @@ class Flight(Asked):
 
     @property
     def response(self) -> Turn | None:
-        """Response so far, on all engines. Its `tokens` cover only earlier engines: the current engine's are joined later."""
+        """Response so far, on all engines. Its `tokens` cover only earlier engines: the current engine's tokens are joined later."""
         so_far = reduce(joined, self.parts, self.so_far)
         return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
 
@@ -230,8 +231,8 @@ class Flight(Asked):
     def _look(self) -> None:
         """Abort the request if its timeout is up; otherwise check again later.
 
-        After the engine has started the request, all its generation time counts, on earlier engines too. Before, only time in which the
-        engine generates nothing counts.
+        Once the engine has started the request, the request's generation time counts, including that on earlier engines. Before the start,
+        only time in which the engine generates nothing at all counts.
         """
         now = self._clock.time()
         if self.begun:

@@ -23,7 +23,8 @@ def group_line(
 ) -> dict[str, Any]:
     """Return the line of a group that ended.
 
-    `row`: (epoch, prompt). `batches_requested`: when the group was admitted. `continues`: number of the dropped group with the same prompt.
+    `row`: (epoch, prompt). `batches_requested`: number of batches that training had requested when the group was admitted. `continues`:
+    number of the dropped group whose prompt this group started again.
     """
     line: dict[str, Any] = {
         "event": "group",

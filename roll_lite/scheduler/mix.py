@@ -1,4 +1,4 @@
-"""Division of a batch's groups among domains, and of a domain's prompts among files. Shares are exact over a run."""
+"""Divide a batch's groups among domains, and a domain's prompts among its files. Shares are exact over a run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """Numbers, over all batches, of planned groups whose prompt has not started."""
+        """Domain -> numbers (counted over all batches) of planned groups whose prompt has not started."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -118,13 +118,14 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Number of batches until one has this domain: 1 for the next batch; `most` + 1 if none of the next `most` batches has it."""
+        """Return how many batches ahead the next batch with groups of this domain is: 1 for the next batch; `most` + 1 if none of the next
+        `most` batches has any."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain without prompts. Planned batches get smaller; in later ones, other domains take its share."""
+        """Remove a domain that has no prompts left. Batches already planned get smaller; in later batches, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)

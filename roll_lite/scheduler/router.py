@@ -16,7 +16,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in a domain's mean load per request."""
 READY_SHARE = 0.25
-"""Requests sent beyond an engine's slots, as a fraction of its slots, to fill a free slot at once."""
+"""Requests sent to an engine beyond its slots, as a fraction of its slots: a waiting request fills a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Maximum number of aborts in a row without new tokens."""
 
@@ -26,8 +26,8 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine, or one with its prefix cached. Deterministic runs choose by request id and start
-    requests in waves.
+    """Sends each request to the least loaded engine, or to an engine that has the request's prefix cached. Deterministic runs choose the
+    engine by request id and start requests in waves.
 
     `engine_slots`: requests that an engine runs at a time. `engine_tokens`: limit of tokens in flight per engine. `timeout_s` counts from a
     request's start in the engine.
@@ -64,7 +64,7 @@ class Router:
         self._costs: dict[str, float] = {}
 
     async def generate(self, domain: str, request: GenerationRequest, so_far: Turn | None = None) -> Turn:
-        """Generate a response, or continue `so_far`. RequestFailed (a retry may succeed) or NoEngineLeft."""
+        """Generate a response, or continue `so_far`. Raise RequestFailed (a retry may succeed) or NoEngineLeft."""
         flight = self._flights[request.request_id] = self._flight(domain, request, so_far)
         try:
             turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
@@ -102,7 +102,8 @@ class Router:
             self._go_on_from(flight, turn)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate together with the wave. An interrupted request starts over: a continuation would differ."""
+        """Generate a response in a wave of requests that start together (deterministic runs). An interrupted request starts over, because a
+        continued response would differ from an uninterrupted one."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -132,7 +133,7 @@ class Router:
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
         """Continue an aborted request.
 
-        Raise RequestFailed after too many aborts in a row without new tokens; aborts by `hold` do not count.
+        Raise RequestFailed after too many aborts in a row without new tokens; aborts while the router is on hold do not count.
         """
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
@@ -162,7 +163,7 @@ class Router:
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Expected load of the domain's next request; `most` if it is the first."""
+        """Return the expected load of the domain's next request, in tokens; `most` if it is the domain's first request."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
@@ -296,7 +297,8 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send requests of the domain with the fewest in flight first: one domain's long responses must not delay others."""
+        """Send waiting requests, first those of the domain with the fewest requests in flight, so that one domain's long responses do not
+        delay other domains."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -349,8 +351,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, even answered ones: its
-    replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, even those already answered,
+    so that its replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -379,7 +381,7 @@ class Wave:
         return not self._running and not self._answered
 
     def settle(self) -> None:
-        """End the wave if all requests are answered; restart those of lost engines once all engines serve."""
+        """End the wave if all requests are answered; restart requests of lost engines once all engines serve."""
         if self._running or (self._lost and not self._all_serve()):
             return
         again = {request_id for request_id, (engine, _) in self._answered.items() if engine in self._lost}
@@ -400,7 +402,8 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves in progress; at most one if all samples have called `join`."""
+        """Waves with unfinished requests. If every sample has called `join`, there is at most one: the next wave starts only when all
+        samples wait for it."""
 
     def join(self) -> None:
         self._members += 1
@@ -411,7 +414,7 @@ class WaveGate:
 
     @asynccontextmanager
     async def wave(self, request_id: str) -> AsyncIterator[Wave]:
-        """Wait until a wave starts; leave it on exit."""
+        """Context manager of one request: wait until its wave starts, and leave the wave on exit."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
         loop.call_soon(self._open_if_complete)  # deferred: otherwise the last sample would leave before all others

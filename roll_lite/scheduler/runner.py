@@ -35,7 +35,7 @@ from roll_lite.scheduler.stats import Recorder
 from roll_lite.scheduler.unfinished import SavedSample, SavedTurn, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
-"""Generate a response, or continue the given one."""
+"""Function that generates the response to a request, or continues the given partial response."""
 
 
 class _Row:
@@ -50,7 +50,8 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if no request has continued the last response yet. The first to do so extends this row; later ones start new rows."""
+        """True if no request has continued the row's last response yet. The first request to continue it extends this row; later ones start
+        new rows."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -61,10 +62,10 @@ class _Row:
 
 
 class Conversation:
-    """Sample being generated: a tree of responses, usually just one.
+    """Sample being generated: a tree of responses, usually a single response.
 
-    Its branches become training sequences (rows). The first response to follow another extends its row; later ones start new rows, so that
-    each trains in exactly one row.
+    The tree's branches become training sequences (rows). If several requests continue the same response, the first extends the response's
+    row, and each other request starts a new row, so that every response is trained in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_kept", "_replayed", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -80,7 +81,8 @@ class Conversation:
     ) -> None:
         """`so_far`: partial first response to continue.
 
-        `wants_ids`: return token ids of responses. `saved`: responses that are returned again to the same requests.
+        `wants_ids`: return token ids of responses. `saved`: responses from a resumed checkpoint, which are returned if the episode sends
+        the same requests again.
         """
         self._ask = ask
         self.request_id = request_id
@@ -100,7 +102,8 @@ class Conversation:
         """Let the policy respond to tokens.
 
         Raises RequestFailed on a failure. `number`: number of this response, from 0. `after`: number of the response that the tokens
-        follow; None: the tokens are a prompt.
+        follow; None: the tokens are a prompt. `most`: maximum response tokens; None: all that the sample has left. `stop`: further stop
+        strings.
         """
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
@@ -184,7 +187,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Lost attempts that do not count as failures: another episode may have killed the worker."""
+"""A sample may lose this many attempts with their workers without using up retries, since other episodes may have killed the workers."""
 
 
 class EpisodeFailed(Exception):
@@ -221,7 +224,7 @@ def no_seeds(_: SampleId) -> None:
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Score a sample. RewardFailed on a failure, never a score of zero."""
+        """Score a sample. Raise RewardFailed if scoring fails; never return a score of zero instead."""
         ...
 
     @property
@@ -270,7 +273,7 @@ class SampleRunner:
         return task
 
     def reached(self, group: int, index: int) -> Unfinished | None:
-        """Return a running sample's checkpoint state; None without tokens."""
+        """Return what a checkpoint stores of a running sample; None if the sample has no tokens yet."""
         tell = self._reached.get((group, index))
         return None if tell is None else tell()
 

@@ -27,7 +27,7 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Serves batches and validations. Needs a running event loop. Staleness is measured in requested batches."""
+    """Generates and scores training batches and validations. Needs a running event loop. Staleness is measured in requested batches."""
 
     def __init__(
         self,
@@ -297,6 +297,6 @@ def _held_out(domain: str) -> str:
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Drop failed samples, and groups left empty."""
+    """Return the groups without failed samples. Groups with no sample left are dropped."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

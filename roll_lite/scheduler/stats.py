@@ -115,7 +115,8 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Statistics per batch. An event counts for the batch generated at that time: a slow sample may count in several."""
+    """Collects statistics per batch. An event counts for the batch being generated at that time: a slow sample may count in several
+    batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -176,7 +177,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Cause of a group's loss (all samples, or its greedy baseline, failed); None if not lost."""
+    """Return why a group is lost (all its samples, or its greedy baseline, failed); None if it is not lost."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -33,7 +33,8 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return the number of batches whose prompts may start."""
+        """Return how many of the run's batches may have started prompts, if training has requested `batches_requested` batches and received
+        `handed_out`."""
         ...
 
 

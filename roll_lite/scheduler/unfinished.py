@@ -24,7 +24,8 @@ from roll_lite.data.samples import (
 class SavedTurn:
     """Response in an unfinished episode.
 
-    `given`: number of new tokens that it answers, `given_ids`: their ids (int32). `after`: number of the response that these tokens follow.
+    `given`: number of new tokens that the response answers; `given_ids`: their ids (int32). `after`: number of the response that these
+    tokens follow; None: they are a prompt.
     """
 
     number: int
@@ -38,7 +39,7 @@ class SavedTurn:
 
 @dataclass(frozen=True)
 class SavedSample:
-    """Tokens so far of a sample at a checkpoint, and its score if complete."""
+    """State of a sample in a checkpoint: its tokens so far, and its score if the sample is complete."""
 
     attempt: int
     transcript: Transcript
@@ -75,7 +76,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save. While its response is generated, its tokens are those of `request` (context and prompt), then of `parts`."""
+    """Sample to save in a checkpoint. While its response is being generated, its tokens are those of `request` (context and prompt),
+    followed by those of `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None

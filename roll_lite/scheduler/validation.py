@@ -44,7 +44,8 @@ class Validation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
-        """Start prompts until `most` samples are running or wait for a reward worker. If none is, start at least one."""
+        """Start prompts until `most` samples are running or waiting for a reward worker. If no sample is unfinished, start at least one
+        prompt."""
         while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
             number, (name, index) = self._left.popleft()
             domain = self._domains[name]

@@ -143,7 +143,8 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit non-negative seconds per pass and per token. `rows`: (passes, tokens)."""
+    """Fit `seconds` of each step as passes * pass_s + tokens * request_s; return (pass_s, request_s), neither negative. `rows`: (passes,
+    tokens) of each step."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
@@ -153,8 +154,8 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure tokens per second and device outside generation and weight updates, the fraction of that time for log-probs, and the seconds
-    of a weight update."""
+    """Measure the trainer: tokens per second and device in the time outside generation and weight updates, the fraction of that time spent
+    on log-probs, and the seconds of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
@@ -207,7 +208,7 @@ def turns_of(sample: Mapping[str, Any]) -> float:
 
 
 def policy_tokens(sample: Mapping[str, Any]) -> float:
-    """Count the policy's tokens; `response_tokens` includes the environment's."""
+    """Count the policy's tokens; `response_tokens` also includes the environment's tokens."""
     others = sample["episode"]["metrics"]["environment_tokens"] if "episode" in sample else 0.0
     return float(sample["response_tokens"] - others)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""Event loop rounds between polls of sockets and threads: a poll is a system call."""
+"""Rounds of the event loop between polls of sockets and threads: a poll in every round would be slow."""
 
 
 class _JumpingSelector(selectors.SelectSelector):

@@ -68,7 +68,7 @@ class Scenario:
     offload_s: float | None = None
     """Time to offload and load engines between batches; None: they stay loaded."""
     deterministic: bool = False
-    """True if requests are sent in waves, and their id determines the engine."""
+    """True if requests are sent in waves, and a request's id determines its engine."""
 
     @property
     def takes_turns(self) -> bool:
@@ -77,7 +77,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests that fit into an engine's KV cache. Running responses, weighted by length, count as half done."""
+        """Mean number of requests for which an engine has slots and KV cache. Responses are assumed to be half done; longer responses weigh
+        more, as they run longer."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

@@ -42,7 +42,7 @@ class Step:
     tokens: int
     response_tokens: int
     work_s: float
-    """Time of one engine for the step's responses with full batches and one prefill of each group's prompt."""
+    """Seconds that one engine would take for the step's responses if its batch were always full and each group's prompt prefilled once."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -74,7 +74,7 @@ class SimulatedRun:
 
     @property
     def steady(self) -> list[Step]:
-        """Steps after the warm-up, in which asynchronous runs deliver short responses first."""
+        """Steps after the warm-up. During the warm-up, asynchronous runs deliver mostly short responses."""
         return self.steps[self.warm_up :]
 
     @property
@@ -219,7 +219,8 @@ class _Simulation:
             self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Simulate pipeline/early_passes.py: one log-prob pass at a time, over groups that will be in the batch."""
+        """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation: one pass at a time, over groups
+        that will be in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]

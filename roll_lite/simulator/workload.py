@@ -1,4 +1,5 @@
-"""Simulated prompts, response lengths and scores, drawn by hash of the sample's identity: equal in all scenarios."""
+"""Simulated prompts, response lengths and scores. They are drawn by a hash of the sample's id and are therefore the same in all
+scenarios."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def uniform(*parts: object) -> float:
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """Quantile at `share` (between 0 and 1)."""
+        """Return the quantile at `share` (between 0 and 1)."""
         ...
 
 

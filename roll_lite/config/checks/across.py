@@ -43,7 +43,8 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Mistake]]
 
 
 def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Find problems beyond the schema. `files`: if False, do not check files and GPUs."""
+    """Return problems that checks of single sections cannot find. `further`: additional checks. `files`: if False, do not check files and
+    GPUs."""
     of_files = (*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS) if files else ()
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):

@@ -85,11 +85,11 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Maximum number of processes with which float32 runs without GPUs get no note."""
+"""Number of processes up to which a float32 run without GPUs gets no note."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Note on a run that seems too large for CPUs: bfloat16, or more processes than SMALL_RUN and CPU cores."""
+    """Return a note if the run seems too large for CPUs: it uses bfloat16, or more processes than SMALL_RUN and the CPU cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -175,7 +175,8 @@ def _model_is_long_enough(config: RunConfig) -> Mistakes:
 
 
 def _engine_knows_the_model(config: RunConfig) -> Mistakes:
-    """Refuse models that SGLang computes differently: it ignores Mistral's sliding window, and gives all layers experts if any has them."""
+    """Refuse models that SGLang computes differently: SGLang ignores Mistral's sliding window, and gives all layers experts if any has
+    them."""
     shape = known_shape(config.model.path)
     if shape is None or not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return

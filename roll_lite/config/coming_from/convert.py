@@ -41,7 +41,8 @@ def table_of(project: str) -> dict[str, Any]:
 
 
 class Conversion:
-    """Conversion of another trainer's settings to our `config`. `told`: notes, and messages about settings without counterpart."""
+    """Conversion of another trainer's settings to a roll_lite configuration, `config`. `told`: notes, and messages about settings without
+    counterpart."""
 
     def __init__(self, project: str, text: str, file: str) -> None:
         table = table_of(project)

@@ -51,7 +51,8 @@ class _Composer:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the files in `defaults`, then the file itself (or where `_self_` stands). `stack`: including files, to detect cycles."""
+        """Append the files that `defaults` lists to `layers`, and the file itself in the place of `_self_` or, without `_self_`, last.
+        `stack`: files that include this file, to detect cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)

@@ -145,7 +145,8 @@ class PtxConfig(Section):
 
     @property
     def as_domain(self) -> DomainConfig:
-        """Return a domain with this data and template, so that code for domains can load it."""
+        """Return a domain with this data and template, so that code that loads a domain's prompts can load this data. The domain's reward
+        is a placeholder."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer rows are cut
         return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))

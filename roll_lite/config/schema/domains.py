@@ -27,7 +27,7 @@ class DataFilterConfig(Section):
     prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
     """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
-    """Column that difficulty_range limits, such as a model's share of correct samples."""
+    """Data column with the difficulty that difficulty_range limits, such as a model's share of correct samples."""
     difficulty_range: Annotated[tuple[float, float], ASCENDING] | None = None
     """Keep only training prompts with a difficulty in this inclusive range. Held-out prompts are not filtered."""
 
@@ -77,7 +77,6 @@ class DataConfig(Section):
 
     @property
     def reported(self) -> list[str]:
-        """Columns that `report_by` names."""
         return [self.report_by] if isinstance(self.report_by, str) else list(dict.fromkeys(self.report_by or ()))
 
     def preset_of(self, split: str) -> str | None:
@@ -267,7 +266,7 @@ def rewards_turns(domain: DomainConfig) -> bool:
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Group measure -> default bounds (above, below); None: no bound."""
+"""Measure of a group's scores -> default bounds (above, below): groups train only if above < measure < below. None: no bound."""
 
 
 class GroupFilterConfig(Section):
@@ -277,7 +276,7 @@ class GroupFilterConfig(Section):
     """Group measure: accuracy (share of correct samples), mean or std of scores; or dotted path to your function `SampleGroup -> bool`,
     True to train."""
     above: float | None = None
-    """Train only groups with a larger measure. null: 0 for accuracy and std."""
+    """Train only groups with a larger measure. null: 0 for accuracy and std, no limit for mean."""
     below: float | None = None
     """Train only groups whose `name` measure is smaller. null: 1 for accuracy, no limit for mean and std."""
     tries: PositiveInt = 10
@@ -301,7 +300,6 @@ class GroupFilterConfig(Section):
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Bounds (above, below) with defaults in place of null."""
         above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 

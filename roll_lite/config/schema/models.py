@@ -185,7 +185,7 @@ class EngineStrategyConfig(Section):
     kv_cache_mb: PositiveInt | None = None
     """KV cache size in MB. null: from gpu_memory_utilization on GPUs, 256 on a CPU."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory for an engine. SGLang needs more, for activations and CUDA graphs; vLLM stays within it."""
+    """Share of a GPU's memory for an engine. vLLM stays within this share; SGLang uses more memory, for activations and CUDA graphs."""
     enforce_eager: bool = False
     """Run without CUDA graphs: faster start, slower generation."""
     quantization: Literal["none", "fp8"] = "none"

@@ -63,7 +63,6 @@ class PlacementConfig(Section):
 
     @property
     def devices(self) -> int:
-        """Devices of all nodes; 0 if `nodes` is null."""
         return (self.nodes or 0) * self.devices_per_node
 
 
@@ -98,8 +97,8 @@ class CheckpointConfig(Section):
     asynchronous: bool = False
     """Write in background processes. Training waits only for a copy to host memory and an unfinished previous checkpoint."""
     unfinished: bool = True
-    """Save unfinished samples and unused groups, so that a resumed run continues with them. false: it generates new ones. Takes 13 bytes
-    per token, more with rollout.keep_mask or algorithm.routing_replay."""
+    """Save unfinished samples and unused groups, so that a resumed run continues with them. false: the resumed run generates new samples.
+    Takes 13 bytes per token, more with rollout.keep_mask or algorithm.routing_replay."""
     store: Url | None = None
     """URL of an object store or other fsspec file system for checkpoints: s3://bucket/prefix (docs/checkpoints.md). null: the run's
     folder."""

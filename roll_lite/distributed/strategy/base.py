@@ -78,13 +78,13 @@ class ModelSpec:
     strategy: MegatronStrategyConfig | HfStrategyConfig
     path_key: str
     optimizer: OptimizerConfig | None = None
-    """None: forward passes only."""
+    """Optimizer settings; None: forward passes only."""
     total_updates: int | None = None
     balance_coef: float = 0.0
     value_init: ValueInit | None = None
-    """None: language model."""
+    """Source of a value model's weights; None: the model is a language model."""
     lora: LoraConfig | None = None
-    """None: all weights train."""
+    """LoRA settings; None: all weights train."""
     ema_decay: float | None = None
     seed: int = 1
     deterministic: bool = False
@@ -101,7 +101,7 @@ class StateGroup(StrEnum):
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Return (sum of weight * token loss, metric sums) of a micro-batch. Both are added up over micro-batches and ranks."""
+"""Function that returns (sum of weight * token loss, metric sums) of a micro-batch. Both are added up over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def copy_state(self) -> StateCopy:
-        """Copy what this rank would save to host memory."""
+        """Copy to host memory what this rank would save in a checkpoint."""
 
     @abstractmethod
     def load_copy(self, copy: StateCopy) -> None:
@@ -307,7 +307,8 @@ class RequestProgress:
     generated: int
     """Number of tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, without the newest token: it may end the response, and a retry must not continue after the end."""
+    """New tokens since the last report, without the newest: that token may end the response, and a retry must not continue after the
+    end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -333,7 +334,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Abort requests (None: all), which return their tokens. Unknown ids are ignored."""
+        """Abort requests (None: all); they complete with their tokens so far. Unknown ids are ignored."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None: ...

@@ -132,7 +132,7 @@ def _problems(
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
     """Parse field names of an installed package, since importing takes seconds.
 
-    `places`: (file pattern, class name or None for all). Empty if one is missing.
+    `places`: (file pattern, class name or None for all). Return an empty set if a class is missing.
     """
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []

@@ -247,7 +247,7 @@ def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """Keep only the first receiver on each machine."""
+    """Return the route with only the first receiver on each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -263,7 +263,8 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver with one copy per machine: the first worker receives into shared memory, from which others read."""
+    """Gloo receiver that gets one copy per machine: the machine's first worker receives into shared memory, from which its other workers
+    read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

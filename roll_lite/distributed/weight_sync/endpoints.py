@@ -71,7 +71,7 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: a rank on its GPU; else one whose GPU it can read; else the owner.
+    """Return the training rank that sends to a receiver: a rank on the receiver's GPU; else a rank whose GPU it can read; else the owner.
 
     A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory.
     """
@@ -189,9 +189,9 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 class WeightSender:
     """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts it to the other training
-    ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would wait for
-    each other.
+    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts the bucket to the other
+    training ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would
+    wait for each other.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -245,7 +245,7 @@ class WeightSender:
             self.nbytes = dict(sent)
 
     def send(self) -> None:
-        """Gather and send all buckets. After a TransferError, gather the rest (it is collective), then raise."""
+        """Gather and send all buckets. After a TransferError, gather the remaining buckets (gathering is collective), then raise."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._transport is not None:
@@ -282,7 +282,7 @@ class WeightSender:
     def _finish_broadcasts(self) -> None:
         """Wait for this rank's NCCL broadcasts to engines on other GPUs.
 
-        Otherwise such a broadcast could queue on the GPU behind one between trainers, whose owner waits for that engine (deadlock).
+        Otherwise such a broadcast could queue on the GPU behind a broadcast between trainers, whose owner waits for that engine (deadlock).
         """
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
@@ -299,7 +299,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Checksums in the dtype sent. Collective over training ranks."""
+        """Return tensor name -> checksum of the weights in the dtype that is sent. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -349,10 +349,10 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_workers_ok: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive one bucket and load it while the following one is in flight.
+        """Receive one bucket, start to receive the `following` bucket, and load the first meanwhile.
 
-        `begin(again)` is called at an update's first bucket; `again`: the previous update failed halfway. The bucket is loaded only if
-        `all_workers_ok(ok)` returns True: all workers pass True.
+        `begin(again)` is called before an update's first bucket is loaded; `again`: the previous update stopped partway.
+        `all_workers_ok(ok)` returns True if every worker of the engine passed True; otherwise the bucket is not loaded.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
@@ -387,7 +387,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._transport.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """Change the model by `put_in_place`. Return seconds by phase."""
+        """Complete the update: call `put_in_place()`, which changes the model. Return the update's seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

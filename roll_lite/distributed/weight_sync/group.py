@@ -74,15 +74,15 @@ _KEPT_STEPS = 2
 
 
 class TransferError(RuntimeError):
-    """Weight transfer failed. All members must connect again."""
+    """Error: a weight transfer failed. All members must connect again."""
 
 
 class TransferTimeout(TransferError):
-    """Member did not respond in time."""
+    """Error: a member did not respond in time."""
 
 
 class StaleEpoch(TransferError):
-    """A newer group exists, or another member failed first."""
+    """Error: a newer transfer group exists, or another member failed first."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class Pushed:
     seconds: float
     """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
-    """Seconds of the slowest rank or worker; phases overlap."""
+    """Phase -> seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes sent; a broadcast counts once."""
+    """Transport -> megabytes sent; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Seconds of the slowest trainer rank."""
+    """Transport -> seconds of the slowest trainer rank."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -179,7 +179,7 @@ class TransferGroup:
 
     @cached_property
     def trainer_on(self) -> dict[tuple[str, str], int]:
-        """Member number of the training rank on each GPU, by (machine, device)."""
+        """(machine, device) -> member number of the training rank on this GPU."""
         homes = enumerate(self.homes[: self.membership.trainers])
         return {(home.machine, home.device): number for number, home in homes if home.device}
 

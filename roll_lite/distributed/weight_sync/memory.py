@@ -151,7 +151,7 @@ _COUNTER = slice(11, 13)
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Open a segment by (handle, reader index). Raise OSError if it is out of reach."""
+"""Function that opens a segment by (handle, reader index). It raises OSError if the segment is out of reach."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

@@ -56,8 +56,8 @@ class ExportPlan:
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
     """Return the size limit of a bucket with experts.
 
-    Engines hold one such bucket per owner; together they make `bucket_bytes` or, if larger, one layer's experts. `layer_bytes`: one owner's
-    experts of a layer.
+    An engine holds one such bucket of each owner; together these buckets make `bucket_bytes` or, if larger, one layer's experts.
+    `layer_bytes`: one owner's experts of a layer.
     """
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
@@ -181,7 +181,7 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Expert tensor name -> worker that holds it. Empty if every worker holds a part of every expert."""
+    """Return expert tensor name -> worker that holds the expert. Empty if every worker holds a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

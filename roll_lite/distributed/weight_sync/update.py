@@ -92,7 +92,7 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of dtype, shape and values. Negative zero counts as zero: engines lose its sign when they read packed weights back."""
+    """Return a digest of dtype, shape and values. Negative zero counts as zero: its sign is lost when packed weights are read back."""
     flat = tensor.detach().reshape(-1)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     weights = _weights(flat.device)

@@ -54,7 +54,7 @@ class AdaptedLayer:
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor). Collective over the engine's workers."""
+    """Yield (PEFT name, unsharded LoRA matrix) for `names`. Collective over the engine's workers."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -20,8 +20,8 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Read this worker's part of an expert layer: (experts on all workers, gate_proj above up_proj [experts, 2 * rows, columns], down_proj
-[experts, columns, rows]).
+"""Function that reads this worker's part of an expert layer. It returns (number of experts on all workers, gate_proj above up_proj
+[experts, 2 * rows, columns], down_proj [experts, columns, rows]).
 """
 
 
@@ -47,7 +47,7 @@ class Layers:
 
 
 def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor). Collective over the engine's workers."""
+    """Yield (Hugging Face name, unsharded weight) for `names` (None: all). Collective over the engine's workers."""
     parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
         held, tensors = _of_module(path, module, model, layers)

@@ -16,7 +16,7 @@ STOP_OVERLAP = "roll_lite_stop_overlap"
 """Request argument: number of tokens at the end of a resumed request's prompt in which a stop string may begin."""
 TOKENS_PER_CHARACTER = 4
 WITHOUT_TEXT = 32
-"""Tokens added to that overlap because special tokens and parts of characters have no text."""
+"""Tokens added to the stop overlap, because special tokens and parts of characters have no text."""
 BEGUN_POLL_S = 1.0
 PARTS_EVERY = 5
 """New tokens are reported at every fifth poll. If the engine dies, tokens after the last report are lost."""
@@ -35,7 +35,7 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Return each request's progress; None before it begins. The second argument asks for new tokens too."""
+"""Function that returns each request's progress; None before the request begins. The second argument asks for new tokens too."""
 
 
 class ProgressReports:

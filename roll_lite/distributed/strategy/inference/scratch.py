@@ -18,8 +18,8 @@ _LONGEST_BASE = 50  # socket paths have at most 107 bytes, and engines append up
 
 
 class Scratch:
-    """Temporary folder of an engine: sockets, rendezvous files, semaphores, caches. Removed at its shutdown or, if the host is killed, by
-    its processes or the next engine."""
+    """Temporary folder of an engine: sockets, rendezvous files, semaphores, caches. It is removed at the engine's shutdown or, if the
+    hosting process is killed, by the engine's processes or the next engine."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
         """`variables`: environment variables that get the path, besides TMPDIR."""

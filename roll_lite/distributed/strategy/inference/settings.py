@@ -25,7 +25,8 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the installed version. NotInstalled (`remedy`: advice) if there is none, RuntimeError if it is unsupported."""
+    """Return the version of the first of `distributions` that is installed. Raise RuntimeError if the version is outside `supported`, and
+    NotInstalled if none is installed. `remedy`: what to install, for this message."""
     low, high = supported
     for name in distributions:
         try:
@@ -58,7 +59,7 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """KV cache size; None: the rest of GPU memory. `given`: configured size."""
+    """Return the KV cache size; None: the rest of GPU memory. `given`: configured size."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 

@@ -39,7 +39,7 @@ class StepWatch(Heartbeat):
     def __init__(
         self, answer: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`answer()` returns once the engine's loop replies. `is_compiling()` is called only if the reply is late."""
+        """`answer()` returns once the engine's loop replies. `is_compiling()` is called only if the reply is late (LATE)."""
         super().__init__(self._step, limit_s, ASK_S, LISTEN_S)
         self._answer = answer
         self._is_compiling = is_compiling

@@ -243,7 +243,7 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Break off an update: keep the old weights or, if some are overwritten, stay frozen."""
+        """End an update that failed: the engine keeps its old weights or, if some are overwritten, stays frozen."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine in an unknown state must not continue

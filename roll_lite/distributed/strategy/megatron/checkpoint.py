@@ -58,8 +58,8 @@ def write_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> list[Path]:
-    """Save a checkpoint to a shared folder (collective). `model`: facts that loading compares. `writer`: writes the tensors to
-    STATE_FOLDER. Return this rank's files."""
+    """Save a checkpoint to a shared folder (collective). `model`: facts about the model that loading compares. `writer`: writes the tensors
+    to STATE_FOLDER. Return this rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -83,7 +83,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if checkpoint and run differ in using adapters, or in the adapters' base model."""
+    """Raise ValueError if only one of checkpoint and run uses adapters, or if their adapters have different base models."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -93,7 +93,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Remove the optimizer's state: Megatron checks that the common state is equal on all ranks, but this differs."""
+    """Remove the optimizer's state, which differs between ranks: Megatron checks that the common state is equal on all of them."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -152,7 +152,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """Return this rank's file; None if fewer ranks saved. Raise ValueError if the file is lost."""
+    """Return this rank's file; None if fewer ranks saved the checkpoint. Raise ValueError if the file is lost."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -229,8 +229,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Work around Megatron-Core 0.16: the distributed optimizer saves without padding between buckets but looks up offsets with padding, so
-    that parameters behind it would get wrong values."""
+    """Make the distributed optimizer save its buckets with their padding. Megatron-Core 0.16 saves them without padding but looks up
+    offsets with padding, so that parameters after the first padding would load wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -286,7 +286,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy loaded tensors into the optimizer. Megatron-Core 0.16 looks for `step` among them, although parameter groups hold it."""
+    """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16, which looks for `step` among the tensors, although
+    parameter groups hold it."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

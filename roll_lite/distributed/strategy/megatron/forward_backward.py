@@ -20,7 +20,8 @@ def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **o
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches without gradients. The last pipeline stage returns each `on_head(stage output, input)`, others []."""
+    """Run micro-batches without gradients. The last pipeline stage returns the results of `on_head(stage output, input)`, other stages
+    []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)

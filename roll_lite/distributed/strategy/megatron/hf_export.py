@@ -122,7 +122,7 @@ class HfExporter:
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int, for_engines: bool = False) -> ExportPlan:
-        """Plan the export in buckets (collective). Each has an owner, the rank that gathers it. Experts have separate buckets."""
+        """Plan the export in buckets (collective). Each bucket has an owner, the rank that gathers it. Experts have separate buckets."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:

@@ -29,9 +29,9 @@ EXPERT = "<expert>"
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Name, in entries of LAYER without `decoder.layers.<n>.`."""
+    """Megatron's tensor name, in entries of LAYER without `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
-    """Names, in entries of LAYER without `model.layers.<n>.`."""
+    """Hugging Face tensor names, in entries of LAYER without `model.layers.<n>.`."""
     cut: int | None
     """Sharded dimension; None if replicated."""
     layout: Layout = Layout.PLAIN
@@ -47,7 +47,7 @@ class Entry:
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """Return the parameter's name.
+        """Return the parameter's name in Megatron's model.
 
         `layer`, `expert`: local numbers. `among`: the model's names, which decide between `megatron` and `fused`.
         """
@@ -118,7 +118,7 @@ FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""The name is that of Hugging Face's sequence classification with one label, so that reward models can be loaded."""
+"""Value head, named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Binding:
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for tied embeddings on another pipeline stage."""
+    """False for a second copy of tied embeddings, on another pipeline stage."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:

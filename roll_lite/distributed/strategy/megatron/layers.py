@@ -110,7 +110,8 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention suffices."""
+        """Return the attention mask [size, keys] of queries at the last `size` of `keys` tokens; None if plain causal attention
+        suffices."""
         windowed = self.looks_back is not None and self.looks_back + 1 < keys
         if size == keys and not windowed:
             return None
@@ -157,7 +158,7 @@ TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORC
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
     """Choose layer classes.
 
-    "auto": Transformer Engine's if installed, on a GPU and without adapters. ValueError if requested but unusable.
+    "auto": Transformer Engine's classes if it is installed, on a GPU and without adapters. ValueError if `wanted` classes are unusable.
     """
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:

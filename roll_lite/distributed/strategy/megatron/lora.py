@@ -46,7 +46,7 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """B times alpha / rank, for engines that omit this factor."""
+        """Return B times alpha / rank, for engines that omit this factor."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
@@ -80,7 +80,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
+        """Return the addition to the layer's output: [tokens, 1, in] -> [tokens, 1, out]; for an expert [tokens, in] -> [tokens, out]."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))

@@ -90,12 +90,13 @@ def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Embedding rows, padded to equal shares per tensor rank. The softmax masks padding."""
+    """Return the number of embedding rows, padded to equal shares per tensor rank. The softmax masks the padding."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class RollModel(GPTModel):
-    """Pipeline stage or virtual-pipeline chunk. At N requested positions, the last one returns hidden states [N, hidden] or values [N]."""
+    """Pipeline stage, or a chunk of it under virtual pipelining. The last stage or chunk returns hidden states [N, hidden] or values [N] at
+    N requested positions."""
 
     def __init__(
         self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
@@ -153,7 +154,7 @@ class RollModel(GPTModel):
 
 
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
-    """Scale RoPE frequencies like Llama 3.1. Megatron-Core ignores all settings but the factor."""
+    """Scale RoPE frequencies like Llama 3.1. Megatron-Core itself would use only the factor."""
     if rope.llama3 is not None:
         rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 

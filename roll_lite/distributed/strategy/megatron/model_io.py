@@ -18,7 +18,7 @@ from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 from roll_lite.models.hf_config import ExpertsConfig
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""Batch columns: token ids of a truncated softmax, and its temperature."""
+"""Batch columns: token ids that a truncated softmax keeps, and the softmax's temperature."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """Build all inputs.
+    """Build the model's inputs, one per micro-batch.
 
     `columns`: columns that the loss reads; None: all. `ends`: also request results at rows' last tokens. `experts`: None for dense models.
     `record`: record expert choices.

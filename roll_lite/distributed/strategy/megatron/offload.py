@@ -22,7 +22,7 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """None for gradients, which are dropped, and before the first offload."""
+    """Bytes on the host; None for gradients, which are dropped, and before the first offload."""
     is_current: bool = False
     is_frozen: bool = False
 
@@ -39,7 +39,8 @@ class StateMover:
         self._arriving: dict[StateGroup, Any] = {}
 
     def offload(self, groups: Iterable[StateGroup]) -> dict[str, int]:
-        """Offload. Return bytes freed ("freed") and copied to the host ("out"). Gradients, and state with a valid copy, are not copied."""
+        """Offload groups. Return {"freed": bytes, "out": bytes copied to the host}. Gradients, and state with a valid copy, are not
+        copied."""
         leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
         copied = freed = 0
         self._stream.wait_stream(self._device.current_stream())
@@ -79,7 +80,7 @@ class StateMover:
         return [group for group in StateGroup if group not in self._away and any(True for _ in self._tensors(group))]
 
     def require(self, *groups: StateGroup) -> None:
-        """Make device work wait for background loads of these groups. AssertionError if one is offloaded."""
+        """Make device work wait for background loads of these groups. AssertionError if a group is offloaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -118,7 +119,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """List the group's storages. A shared one belongs to its first group in StateGroup's order."""
+        """List the group's storages. A storage that groups share belongs to the first of them in StateGroup's order."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]

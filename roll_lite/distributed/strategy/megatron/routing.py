@@ -15,8 +15,8 @@ REPLAYED = ("old_experts", "rollout_experts")
 
 @dataclass(frozen=True)
 class Routes:
-    """Expert choices of this rank's tokens in a micro-batch, kept with it because layers may be recomputed and pipeline stages interleave
-    micro-batches. Megatron's RouterReplay supports neither.
+    """Expert choices of this rank's tokens in a micro-batch. They are kept with the micro-batch because layers may be recomputed and
+    pipeline stages interleave micro-batches, neither of which Megatron's RouterReplay supports.
     """
 
     places: torch.Tensor
@@ -46,8 +46,8 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]. Scores come from the router even for replayed ids: it gets
-        gradients."""
+        """Return (scores, expert ids), both [tokens, experts per token]. Scores come from the router even for replayed ids, so that the
+        router gets gradients."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -57,7 +57,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """Count replayed choices, and those of them that differ from the router's own choice."""
+        """Return [number of replayed expert choices, number of these that the router itself would not have chosen]."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)

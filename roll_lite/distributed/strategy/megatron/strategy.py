@@ -200,7 +200,7 @@ class MegatronStrategy(TrainStrategy):
         return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
 
     def _wait_for_average(self) -> None:
-        """Wait for the average, which may be reading weights that are about to change or be offloaded."""
+        """Wait for a running update of the average, which may be reading weights that are about to change or be offloaded."""
         if self._average is not None:
             self._average.wait()
 

@@ -39,7 +39,7 @@ from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank. Peaks are on top of weights, gradients and optimizer state."""
+    """Bytes on one rank. `training`, `update` and `forward` are peaks on top of weights, gradients and optimizer state."""
 
     weights: int
     gradients: int = 0

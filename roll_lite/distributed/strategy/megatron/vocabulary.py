@@ -49,7 +49,7 @@ class Vocabulary:
             dist.all_reduce(tensor, operation, group=self.group)
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of this rank's words; none if it holds only padding."""
+        """Yield slices of this rank's words; none if the rank holds only padding."""
         for start in range(0, self.words, self._block_words):
             yield slice(start, min(start + self._block_words, self.words))
 
@@ -76,7 +76,7 @@ class Vocabulary:
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """Mask [N, words] of words outside the truncated softmax."""
+        """Return the mask [N, words] of words outside the truncated softmax."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
         # Ids outside the block go to an extra column.
@@ -86,8 +86,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, with z = logit / temperature - its maximum. Added up block by block, then over
-    ranks."""
+    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, where z is logit / temperature minus the maximum at that position. They are
+    added up block by block, then over ranks."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary

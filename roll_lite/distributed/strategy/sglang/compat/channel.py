@@ -22,11 +22,11 @@ class Start:
 
 
 class Closed(ConnectionError):
-    """Peer process has ended."""
+    """Error: the peer process has ended."""
 
 
 class PickleChannel:
-    """End of the channel. Several tasks may send, only one may receive."""
+    """One end of the channel. Several tasks may send, only one may receive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

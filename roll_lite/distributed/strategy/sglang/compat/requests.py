@@ -88,7 +88,7 @@ def new_tokens(request: GenerationRequest, state: Any, first: int, version: int)
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """Convert a final output. `aborted`: an abort was requested. `experts`: None to omit expert choices."""
+    """Convert SGLang's final output of a request. `aborted`: an abort was requested. `experts`: None to omit expert choices."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -138,7 +138,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens since the request's start; negative while the constructor reads tokens generated before a resume."""
+        """Tokens read since the request started; negative while the constructor reads the tokens generated before a resume."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

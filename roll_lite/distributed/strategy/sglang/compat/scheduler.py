@@ -247,7 +247,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Make SGLang's CPU code skip experts on other workers. Their id is -1, which it would use as an index."""
+    """Wrap SGLang's CPU code for experts so that it skips experts on other workers: SGLang would use their id, -1, as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

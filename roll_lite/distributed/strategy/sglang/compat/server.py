@@ -77,7 +77,8 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request: SGLang reports the tokens' weight versions only at the end."""
+    """True once weights have changed during the request. New tokens are then not reported early: SGLang tells their weight versions only at
+    the end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or the request has ended."""
 
@@ -243,7 +244,7 @@ class EngineServer:
         self._version = version
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a RolloutScheduler method on all workers, in a thread: it may wait for a trainer."""
+        """Call a RolloutScheduler method on all workers, in a thread, because the call may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:

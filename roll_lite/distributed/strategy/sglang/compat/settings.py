@@ -204,7 +204,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """First exception in the engine's log, in one line; later ones are consequences."""
+    """Return the first exception in the engine's log, in one line; later exceptions are its consequences."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -153,7 +153,8 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Number of likeliest tokens whose log-probs are requested, to find `kept_ids`: 0 for greedy decoding, None without `keep_mask`."""
+        """Return the number of likeliest tokens whose log-probs are requested to find `kept_ids`: 0 for greedy decoding, None without
+        `keep_mask`."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None

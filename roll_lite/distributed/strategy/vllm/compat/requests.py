@@ -74,7 +74,7 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """Convert a final output.
+    """Convert vLLM's final output of a request.
 
     `version`: weight version if the output states none. `alternatives`: log-probs requested per token, to find kept_ids. `experts`: None to
     omit expert choices.

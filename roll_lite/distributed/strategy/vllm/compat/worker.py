@@ -140,7 +140,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """Make vLLM's CPU kernel map global to local expert ids; otherwise it would read out of bounds."""
+    """Make vLLM's CPU kernel map global to local expert ids; otherwise the kernel would read out of bounds."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -208,7 +208,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo packing, a permutation of each expert's entries, found by packing row and column numbers, digit by digit."""
+    """Undo vLLM's packing, which permutes each expert's entries. Packed row and column numbers, digit by digit, reveal the permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
