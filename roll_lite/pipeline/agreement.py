@@ -1,4 +1,5 @@
-"""Check in every step that engines and trainer compute equal log-probs: otherwise a run silently trains on another policy's samples."""
+"""Compare the log-probs that engines and trainer compute for the same tokens, in every step. If they differ much, the run would train on
+samples of another policy without any error."""
 
 from __future__ import annotations
 
@@ -32,28 +33,29 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean log-prob difference in nats up to which a difference counts as rounding, by precision."""
+"""Log-prob differences in nats, by precision, that count as rounding: a mean difference below this never raises an error."""
 STALE_FLOOR = 0.05
-"""FLOOR for samples that older weights generated."""
+"""Same as FLOOR, in any precision, for samples that were generated with older weights."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""An error is raised if an engine's mean log-prob difference exceeds FACTOR times the median of earlier steps, or FACTOR times the other
-engines' mean. For samples of older weights, STALE_FACTOR takes the place of FACTOR."""
+"""Limits of an engine's mean log-prob difference: FACTOR times the median of earlier steps, and FACTOR times the mean of the other engines.
+For samples of older weights, the factor is STALE_FACTOR."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
-"""Minimum tokens for a comparison on samples of older weights: single tokens differ much there in any precision."""
+"""Same as LEAST_TOKENS for samples of older weights, where single tokens differ much in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
-"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or exceeds SUDDEN
-times the limit once. Their differences vary much, because the trainer has been updated since."""
+"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once exceeds
+SUDDEN times the limit. Differences vary much there, because the trainer has been updated since."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Number of earlier steps in the median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most MOST_STEPS."""
+"""Bounds of the median over earlier steps. The median is over the latest MOST_STEPS steps. With fewer than LEAST_STEPS of them
+(LEAST_STALE_STEPS for samples of older weights), there is no comparison with the median."""
 Age = tuple[int, int]
-"""Age of a sample: number of weight updates since its oldest token was generated, and since its newest."""
+"""Age of a sample: (weight updates since its oldest token was generated, weight updates since its newest token was)."""
 CURRENT = (0, 0)
 
 
 class DifferentModels(RuntimeError):
-    """Log-probs of engine and trainer, or weights of data parallel replicas, differ."""
+    """Error: log-probs of engine and trainer differ, or data parallel replicas hold different weights."""
 
 
 class EnginesDiffer(DifferentModels):
@@ -63,7 +65,7 @@ class EnginesDiffer(DifferentModels):
 
 
 def compare_replicas(model: Model[Any], step: int) -> None:
-    """Raise DifferentModels if weights of data parallel replicas differ."""
+    """Raise DifferentModels if data parallel replicas of a model hold different weights. `step`: for the message."""
     if model.ranks.data_size == 1:
         return
     with model.loaded((StateGroup.WEIGHTS,)):
@@ -85,7 +87,7 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares each engine's log-probs with the trainer's, separately by age of the samples' weights."""
+    """Compares each engine's log-probs with the trainer's. Samples of different Age are compared separately."""
 
     def __init__(self, config: RunConfig) -> None:
         self._is_live = generates(config)
@@ -100,17 +102,17 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean absolute log-prob difference between engines and trainer in each earlier step, by Age of the samples. Keys are text ("0 0")
-        for JSON."""
+        """Mean absolute log-prob difference of each earlier step, by Age of the samples. The keys are text ("0 0") because JSON has no
+        tuples."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """Number of latest steps in a row in which an engine's samples of older weights exceeded a limit, by age and engine."""
+        """Number of steps in a row, up to the latest, in which an engine exceeded a limit. Key: (Age of the samples, engine)."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: for each rank, {sample number:
-        (sum of log-prob differences, number of tokens)}."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. `version`: version of the trainer's weights. `found`: a
+        dict per rank, {sample number: (sum of absolute log-prob differences, number of tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

@@ -71,18 +71,18 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables that stop libraries from reporting usage and downloading."""
+"""Environment variables of workers against usage reports, downloads and tokenizer threads."""
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
-"""Driver environment variables that GPU workers receive, also on other nodes."""
+"""Environment variables that GPU workers, also on other nodes, take over from the driver."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables for torch's allocators; the first has priority."""
+"""Names of the environment variable with the settings of torch's allocator: the current name and the older one."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable for the number of hardware queues. With one queue, kernels start in launch order, which Megatron's tensor-parallel
-overlap needs."""
+"""Environment variable: number of hardware queues of a GPU. With one queue, kernels run in launch order, which Megatron's overlap of
+communication and computation needs in tensor parallel layers."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
-"""Ray's names of the GPUs on which CUDA_DEVICE_MAX_CONNECTIONS need not be 1."""
+"""Names, as Ray gives them, of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 KNOWS_PINNED_SIZE = (2, 13)
-"""First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
+"""First torch version that knows the allocator setting `pinned_max_cached_size_mb`. Earlier versions reject unknown settings."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -110,8 +110,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of QUIET, with the user's values where set. Unless the user set it, HF_HUB_OFFLINE is left out if
-    the configuration names the hub (hf://)."""
+    """Return the environment variables of QUIET; the user's values in `given` take precedence. HF_HUB_OFFLINE, unless set by the user, is
+    left out if the configuration names the hub (hf://), because models must then be downloaded."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
@@ -119,11 +119,11 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(
     config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
+    """Return environment variables of a role's GPU workers. `given`: the driver's environment. `accelerators`: Ray's names of the GPUs.
 
-    Members of an NCCL group need equal settings, so trainers get the settings that SGLang chooses for engines. Trainers also get expandable
-    segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
-    powers of two and never free them.
+    Members of an NCCL group need equal settings, so trainers get the NCCL settings that SGLang chooses for engines. Trainers get expandable
+    segments because micro-batches of varying size fragment memory. They get a limit for cached pinned memory because torch rounds pinned
+    buffers up to powers of two and never frees them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -148,14 +148,15 @@ def gpu_environment(
 
 
 def supervised_rows(config: RunConfig) -> SupervisedRows | None:
-    """Return the rows of `algorithm.ptx`; None if unset."""
+    """Return the supervised rows of `algorithm.ptx`; None if unset or if nothing trains."""
     if config.algorithm.ptx is None or not trains(config):
         return None
     return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
-    """Initialize workers: in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
+    """Initialize all workers: those that stay loaded in parallel, those that offload one by one. `offloaded`: names of the reward models
+    that offload."""
     initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return
@@ -172,7 +173,7 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Begin to initialize the rollout service, the judges, the reward models not in `offloaded`, and the engines unless they are offloaded.
+    """Start to initialize the rollout service, judges, reward models that are not in `offloaded`, and, if they stay loaded, the engines.
     Return the pending calls."""
     together: list[Pending[Any]] = [live.engines.replicas.start_all(InferWorker.preload)]
     together.append(live.prepare_service())
@@ -267,8 +268,8 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return (slots, options). `slots`: devices of each engine replica, only those on its first node. `options`: for replicas that span
-        nodes, Ray options of their actors on further nodes, as [replica][node]."""
+        """Return (slots, options). `slots`: for each engine replica, its devices on its first node. `options[replica]`: for a replica that
+        spans nodes, the Ray options of its actors on the further nodes."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []
@@ -284,7 +285,8 @@ class Starter:
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
-        """Return nodes of driver and trainers: the loss of an engine node must not kill reward workers."""
+        """Return ids of the nodes on which reward workers may run: the driver's and the trainers'. On an engine's node, reward workers
+        would be lost with that node."""
         trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
         return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
 

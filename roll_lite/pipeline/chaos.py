@@ -1,4 +1,4 @@
-"""Chaos mode: kill, stop or slow processes and cut off nodes, at seeded random times, to test recovery."""
+"""Chaos mode, a test of recovery: at random times (seeded), kill, stop or slow a process, or cut a node off the network."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SLICE_SECONDS = 0.2
 RUNS = 0.1
 """Fraction of time in which a slowed process runs."""
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
-"""Shell command that blocks all traffic leaving the node for a time of $0 seconds."""
+"""Shell command that blocks all traffic leaving the node for $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
-"""Shell command that fails where CUT would: adds and removes a harmless routing rule."""
+"""Shell command that fails where CUT would fail: it adds and removes a routing rule without effect."""
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """Raise ValueError if `chaos.actions` contains `cut`, but `nodes` is empty or has a node that cannot be cut off."""
+    """Raise ValueError if `chaos.actions` contains `cut` but no node in `nodes` (ids) exists, or one of them cannot be cut off."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:
@@ -75,7 +75,7 @@ class Chaos:
         self._never_cut = nodes_never_cut() if "cut" in config.actions else set[str]()
 
     def tick(self) -> None:
-        """Cause a fault if one is due. The driver's wait loops call this about once a second."""
+        """Cause a fault if it is time for the next one. The driver calls this about once a second while it waits."""
         if self._left == 0 or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._gap()
@@ -104,15 +104,15 @@ class Chaos:
 
 
 def nodes_never_cut() -> set[str]:
-    """Return ids of the driver's node and Ray's head node; losing either ends the run."""
+    """Return ids of the driver's node and of Ray's head node: the loss of either ends the run."""
     heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
     return heads | {ray.get_runtime_context().get_node_id()}
 
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow a process, or cut off its node. `draw` in [0, 1) selects the process at `place` or one of its descendants.
-    `seconds`: duration of slowing or cutting off."""
+    """Kill, stop or slow a process, or cut off the node on which this task runs. `draw`, a random number in [0, 1), selects the process at
+    `place` or one of its descendants. `seconds`: duration of slowing or cutting off."""
     if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

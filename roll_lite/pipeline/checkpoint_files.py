@@ -1,7 +1,7 @@
-"""Choose the checkpoint to resume from; check that its files are intact and fit the run.
+"""Choose the checkpoint to resume from, and check that its files are intact and fit the run.
 
-A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
-(sizes and checksums), written last.
+A checkpoint is a folder such as `checkpoints/step_000020`. It holds a folder per saved role, `state.json`, `unfinished.parquet` (samples in
+flight) and, written last, `files.json` (sizes and checksums of the files).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Resumption:
 
 
 def finished_checkpoints(run_folder: Path) -> list[Path]:
-    """Return finished checkpoints, oldest first."""
+    """Return the run's finished checkpoints, oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
 
@@ -66,8 +66,8 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from. If `folder` is a checkpoint, it is chosen. If `folder` is a run's, the run's newest finished
-    checkpoint is chosen or, if there is none, the one from which the run resumed.
+    """Return the checkpoint to resume from: `folder` itself if it is a checkpoint, otherwise the newest finished checkpoint of the run in
+    `folder`. If that run has none, take the checkpoint from which it resumed.
 
     Raise ValueError if no finished checkpoint is found.
     """
@@ -93,8 +93,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with `checkpoint.resume: auto` replaced by a checkpoint or None, and notes on the choice. May raise
-    StoreUnreachable."""
+    """Replace `checkpoint.resume: auto` by the newest intact checkpoint of the experiment, or by None. Return the configuration and notes
+    on the choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -122,7 +122,7 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _started(run_folder: Path) -> list[int]:
-    """Sort key of run folders: date and time, and the number of runs that started in the same second."""
+    """Return the sort key of a run folder: the numbers in its name (date, time, and a counter for runs of the same second)."""
     return [int(number) for number in re.findall(r"\d+", run_folder.name)]
 
 
@@ -147,7 +147,8 @@ def steps_of(checkpoint: Path) -> int:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; the files that mark it as finished go first."""
+    """Delete a checkpoint. The files that mark it as finished are deleted first, so that a partly deleted checkpoint counts as
+    unfinished."""
     for name in (STATE_FILE, LIST_FILE):
         (checkpoint / name).unlink(missing_ok=True)
     remove_tree(checkpoint)
@@ -177,7 +178,7 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 
 
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
-    """Return state.json after verifying its checksum and, unless `sizes` is False, all files' sizes."""
+    """Return the content of state.json. Before that, verify its checksum and, if `sizes`, the sizes of all files of the checkpoint."""
     wanted = read_list(checkpoint)
     check_sizes(checkpoint, wanted if sizes else {})
     check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])

@@ -1,4 +1,4 @@
-"""Handles through which the pipeline calls models and engines; roles that share devices load, work and offload in turn
+"""Handles through which the pipeline calls models and engines. Roles that share devices take turns: each is loaded, works and is offloaded
 (config/device_phases.py)."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class Movable(ABC):
-    """Role (model or engines) whose state can be loaded onto devices and offloaded, in named parts."""
+    """Role (a model or the engines) whose state can be loaded onto devices and offloaded, part by part."""
 
     role: ForwardRoleConfig | InferRoleConfig
 
@@ -72,7 +72,8 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote on `nodes` (addresses) to the same folder on the driver's node. `names`: files of each rank."""
+        """Move files that ranks wrote in `folder` on other nodes into the same folder on the driver's node. `names`: file names, for each
+        rank. `nodes`: addresses of the nodes to fetch from."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,13 +91,13 @@ class Model(Movable, Generic[W]):
         self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """Divide a batch into shards of about equal cost, one per data parallel rank."""
+        """Split a batch into shards of about equal cost, one for each data parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows that these parts use; a row
-        used by several mini-batches is sent once."""
+        """Split a batch for training. The share of a data parallel rank holds its part of every mini-batch, and the rows that these parts
+        use. A row that several mini-batches use is sent once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -113,12 +114,13 @@ class Model(Movable, Generic[W]):
 
 @dataclass(frozen=True)
 class Engines(Movable):
-    """Engine replicas. Calls skip lost engines."""
+    """The engine replicas. Calls skip lost engines."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start: engines measure free memory, so engines on one GPU start one by one."""
+    """Number of rounds in which engines start. Each engine measures free memory while it starts, so engines that share a GPU must start in
+    different rounds."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -134,8 +136,8 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block. `also_loaded`: models to load too, each with its state
-        groups; the caller offloads them."""
+        """Load the engine memory that a phase needs, and offload it after the block. `also_loaded`: models to load too, with their state
+        groups; the caller offloads these models."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -168,13 +170,13 @@ class Models:
 
 
 def lengths(rows: DataProto) -> torch.Tensor:
-    """Return the number of tokens per row, prompt and response together."""
+    """Return the number of tokens of each row, prompt and response together."""
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
 def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls of `start_others`; then initialize and offload the others one by
-    one."""
+    """Initialize models that stay loaded, in parallel with the calls that `start_others` starts. Then initialize and offload, one after the
+    other, the models that offload."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
@@ -186,7 +188,8 @@ def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Return the state groups (weights, ...) that models load in this phase. Fails for `generate`, in which roles load different ones."""
+    """Return the state groups (such as weights) that models load in a phase. All models must load the same groups in it, so `generate`
+    raises ValueError."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -196,13 +199,13 @@ class DeviceTurn(Generic[R]):
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Callback that receives the seconds of the turn, load and offload included."""
+    """Called with the duration of the turn in seconds, loading and offloading included."""
 
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load `parts` of a role's state for the block, then offload them; roles that do not offload stay loaded. `also_loaded`: further roles
-    to load, with their parts; the caller offloads them. After an exception, this function starts to offload all of them."""
+    """Load `parts` of a role's state, and offload them after the block. A role that does not offload stays loaded. `also_loaded`: further
+    roles to load, with their parts; the caller offloads these roles. If the block raises, start offloading all of them without waiting."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -215,8 +218,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run the turn (load, work, offload) of each role; return results in the order of `turns`. Roles that offload and share devices run one
-    after another, all others in parallel."""
+    """Run the turns (load, work, offload) of several roles, and return their results in the order of `turns`. Roles that offload and share
+    devices run one after another, all others in parallel. `parts`: parts of the state to load."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -244,7 +247,8 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yield a turn's calls (load, work, offload), receive their results by `send`, return the work's result."""
+    """Run a turn as a generator: yield each pending call (load, work, offload), receive its result by `send`, return the result of the
+    work."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()
@@ -258,7 +262,7 @@ def exclude_each_other(one: Movable, other: Movable) -> bool:
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    """Start offloading without waiting: ranks may hang after a failure."""
+    """Start offloading without waiting for the end: ranks may hang after a failure."""
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):

@@ -22,8 +22,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Starts forward passes over finished sample groups while the rest of the batch is generated. Drops results of samples that do not end
-    up in the batch."""
+    """Starts forward passes over finished sample groups while the rest of the batch is generated. Results for samples that do not end up in
+    the batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models
@@ -46,7 +46,8 @@ class EarlyPasses:
         self.forget()
 
     def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
-        """Start the next forward passes if enough groups have finished. Does not block; call about once a second."""
+        """Start the next forward passes if enough further groups have finished. This call does not block; it is made about once a
+        second."""
         if not self._models or not self._idle():
             return
         if self._asked is None:
@@ -63,7 +64,7 @@ class EarlyPasses:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
     def forget(self) -> None:
-        """Drop all passes, because their batch has ended or their ranks were lost."""
+        """Drop all passes, because their batch is complete or their ranks were lost."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:
@@ -72,7 +73,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's key (group, index in the group, branch). Row numbers differ between a part of the batch and the whole batch, keys
-    do not."""
+    """Return a key (group, index in the group, branch) for each row. The key of a row is the same in a part of the batch and in the whole
+    batch, unlike its sample number."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -1,4 +1,4 @@
-"""Start engines during the run: replacements of lost engines, and further ones (`actor_infer.most_replicas`)."""
+"""Start engines while the run goes on: replacements of lost engines, and additional engines (`actor_infer.most_replicas`)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 DRAIN_SECONDS = 3.0
-"""Seconds between queries to Ray for draining nodes."""
+"""Seconds between two queries to Ray for nodes that are being drained."""
 
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls for its node check (if any), `initialize` and `place`, in this order."""
+    """Engine that is starting. `calls`: pending Ray calls of its node check (if any), `initialize` and `place`, in this order."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
-    """Node and process; None until the engine has started."""
+    """Node and process of the engine; None until the engine has started."""
     since: float | None = None
-    """Time at which the process was first seen; None while it may wait for devices."""
+    """Time at which the process was first seen to run; None before that: it may still wait for devices."""
 
     @property
     def is_ready(self) -> bool:
@@ -47,25 +47,26 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Reserves devices for engines that join during the run, and checks that their nodes have the driver's files and versions."""
+    """Reserves devices for engines that join during the run, and checks that their nodes have the same files and versions as the driver's
+    node."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
     drivers: View
-    """Files of the driver's node that must be equal on all nodes."""
+    """Files, as the driver's node has them, that must be equal on every node with engines."""
     other_nodes: list[str]
 
     def check(self, engine: int) -> ray.ObjectRef:
-        """Start a task that fails if the engine's node has other files or versions than the driver's."""
+        """Start a task that fails if the node of this engine has other files or versions than the driver's node."""
         task = ray.remote(require_same).options(num_cpus=0, max_retries=0, scheduling_strategy=self.slots[engine].strategy)
         return task.remote(self.drivers, installed(), ray.util.get_node_ip_address())
 
     def release(self, engine: int) -> None:
-        """Free the devices reserved for an engine, which ends the engine."""
+        """Give up the devices reserved for an engine; Ray then ends its process."""
         remove_placement_group(self.slots[engine].reserved)
 
     def reserve(self, engine: int) -> None:
-        """Give an engine a new slot, so that it waits until devices are free."""
+        """Reserve new devices for an engine: it waits until devices are free."""
         self.slots[engine] = self.new_slot()
 
     def joined(self, place: Place) -> None:
@@ -74,8 +75,8 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further engines. An engine that has started but lacks the current weights is
-    a newcomer."""
+    """Starts replacements of lost engines and, if `joining` is given, further engines on free devices. Newcomers are engines that have
+    started but do not have the current weights yet."""
 
     def __init__(
         self,
@@ -87,8 +88,8 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """`restarts`: limit per engine within BUDGET_SECONDS. `start_s`: time limit of a start; None: unlimited. `follows_drains`: restart
-        the engines of draining nodes elsewhere."""
+        """`restarts`: maximum restarts of an engine within BUDGET_SECONDS. `start_s`: time limit of a start in seconds; None: no limit.
+        `follows_drains`: whether an engine leaves a node that is being drained and restarts elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -101,16 +102,16 @@ class EngineRestarts:
         self._follows_drains = follows_drains
         self._start_s = start_s
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
-        """Engines that wait for devices; they are not reported as lost."""
+        """Engines that wait for free devices. They do not count as lost."""
         self._rests_until: dict[int, float] = {}
-        """Engine -> time of its next start, for engines that joined during the run and used up their restarts."""
+        """{engine: time at which it may start again}, for engines that joined during the run and have used up their restarts."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
         self._budget = RestartBudget()
 
     def begin(self) -> None:
-        """Start replacing lost engines. A loss before this call ends the run."""
+        """Begin to replace lost engines. The loss of an engine before this call ends the run."""
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
             for engine in self._waiting:
@@ -123,14 +124,14 @@ class EngineRestarts:
 
     @property
     def newcomers(self) -> list[int]:
-        """Living engines that lack the current weights and do not serve yet."""
+        """Living engines without the current weights, which do not serve yet."""
         lost = self._group.lost
         self._newcomers = [engine for engine in self._newcomers if engine not in lost]
         return self._newcomers
 
     @property
     def absent(self) -> dict[int, str]:
-        """Engines that must not serve, with the reason: lost, or without the current weights."""
+        """{engine: reason} for engines that must not get requests because they are lost or lack the current weights."""
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
@@ -139,7 +140,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause seen by the rollout service or, if it saw none, by the driver."""
+        """Report each lost engine once, with the cause that the driver has seen or, if known, the one that the rollout service has seen."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -149,7 +150,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements, note which have started, and end engines on draining nodes. Does not block."""
+        """Start replacements of lost engines, note which replacements have started, and move engines off draining nodes. Does not block."""
         if self._follows_drains:
             self._follow_drains()
         for engine, cause in self._group.lost.items():
@@ -167,15 +168,14 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Call `tend`, then return True if started replacements may get weights and serve. With `offload: true`, they may only if no other
+        """Call `tend`. Return True if started replacements may get weights and serve. With `offload: true`, they must wait until no other
         engine lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload their memory
-        `parts`."""
+        """Make newcomers (see the class) of the replacements that have started. With `offload: true`, offload `parts` of their memory."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -187,7 +187,7 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Admit started replacements (`take`), then return the living engines. If there are none, wait for a replacement."""
+        """Make newcomers of started replacements (`take`), then return the living engines. If no engine lives, wait for a replacement."""
         self.take(parts)
         if not self.replicas.left and self._waiting:
             self._journal.console.message("no engine is left; the run waits until one has devices")
@@ -198,7 +198,7 @@ class EngineRestarts:
         return left
 
     def settle(self) -> None:
-        """Wait for replacements that start on shared devices, and offload them before other roles load."""
+        """Wait for replacements that are starting on shared devices, and offload them, before other roles load on these devices."""
         while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
@@ -206,7 +206,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers serve, after they got weights. `version`: of these weights; None in a run that does not train."""
+        """Let newcomers serve after they have received weights. `version`: version of these weights; None if the run does not train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -218,8 +218,7 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Return why the engine failed to start, took too long or died; None if nothing happened. Sets `start.place` once it has
-        started."""
+        """Return why a starting engine failed, took too long or died; None if it did not. Set `start.place` once the engine has started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -260,7 +259,7 @@ class EngineRestarts:
         self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
+        """Make engines on draining nodes hand their requests to other engines, then restart them where devices are free."""
         nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:
@@ -280,8 +279,8 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine. One that joined during the run (see `most_replicas`) gives up its devices, and its new process waits for free
-        devices on any node. Any other engine restarts on its own devices."""
+        """Restart an engine. If it joined during the run (`most_replicas`), it gives up its devices, and its new process waits for free
+        devices on any node. Other engines restart on their own devices."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

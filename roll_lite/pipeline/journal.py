@@ -1,4 +1,4 @@
-"""Record of a run: metrics, console, summary, picture."""
+"""Records of a run: metrics, console messages, summary, curves and report."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 UPDATES_FILE = "updates.jsonl"
 SPANS_FILE = "spans.jsonl"
 MOST_RANKS = 32
-"""Maximum training ranks of a role whose spans are written to SPANS_FILE."""
+"""Number of training ranks, for each role, whose spans are written to SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
-"""File with the reason for a pause; deleting it continues the run."""
+"""File that holds the reason for a pause. The run continues when the user deletes it."""
 PROCESSES_FILE = "processes.json"
-"""File with node and process id of each process."""
+"""File that lists the node and process id of each process of the run."""
 SHOWN_EVERY = 10
-"""Trackers show samples in every SHOWN_EVERY-th step."""
+"""Samples are sent to the trackers in every SHOWN_EVERY-th step."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Matches numbers and words with digits, which are ignored when messages are compared."""
+"""Numbers, and words with digits, which are ignored when two messages are compared."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -80,7 +80,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Bins of a group's fraction of correct samples: above the first number, up to and including the second."""
+"""Bins of a group's fraction of correct samples: a group is in a bin if low < fraction <= high."""
 
 
 class Journal:
@@ -101,14 +101,14 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Messages already printed. Key: place, and text without numbers. Value: number of occurrences, and full text of the first."""
+        """Messages printed so far. Key: (place, text without numbers). Value: (number of occurrences, full text of the first)."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
         self._evaluation: Results | None = None
-        """Result of `mode: evaluate`."""
+        """Result of a run with `mode: evaluate`; None in other modes."""
         self._shaped: DataProto | None = None
 
     def connect(self) -> None:
@@ -124,7 +124,7 @@ class Journal:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Collect metrics of step `number` inside the block; write them at its end."""
+        """Collect the metrics of step `number` inside the block, and write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped, self._work = number, None, {}
         tokens = dict(self._tokens)
@@ -153,8 +153,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase that was running at its start or, if
-        there is none, the step."""
+        """Yield the spans of this step that ranks measured. The parent of a span is the driver's span of the same phase during which it
+        started or, if there is none, the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
@@ -165,7 +165,7 @@ class Journal:
                             yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
 
     def _write_spans(self, step: int, spans: Sequence[Span]) -> None:
-        """Append the step's spans: name, start, seconds, role, rank."""
+        """Append the spans of a step to SPANS_FILE: name, start, seconds, role and rank."""
         rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
         with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
@@ -195,7 +195,7 @@ class Journal:
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
-        """Announce a pause for the duration of the block. Yields a file that the user deletes to continue."""
+        """Announce a pause of the run that lasts as long as the block. Yield the file that the user deletes to continue."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
@@ -209,8 +209,8 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: cause by engine number, for all engines lost so far. `engines`: number of engines, lost ones
-        included."""
+        """Report the engines in `causes` that were not reported as lost before. `causes`: {engine number: cause}. `engines`: number of
+        engines, lost ones included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -238,9 +238,9 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank, whose role restarts from step `since`. Remove records of updates after `reached`, the last complete step.
-        `repeats`: what is repeated in between ("steps" or "the updates of steps"). `in_memory`: True if the role restarts from an in-memory
-        copy."""
+        """Report a lost rank. Its role restarts from step `since`; records of updates after `reached`, the last complete step, are removed.
+        `repeats`: what the run repeats from `since` to `reached`: "steps", or "the updates of steps". `in_memory`: whether the role
+        restarts from a copy in memory."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -264,8 +264,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: number of replaced workers, by kind (reward, environment) and domain. `silences`: for each lost
-        engine, seconds from its last answer to the loss."""
+        """Record a batch. `replaced`: {"reward" or "environment": {domain: number of its workers that died or hung and were replaced}}.
+        `silences`: for each lost engine, seconds from its last answer to its loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -311,7 +311,7 @@ class Journal:
                 self._print_rarely(f"{of}domain {name}", attempts)
 
     def _print_rarely(self, place: str, text: str) -> None:
-        """Print the text on its 1st, 10th, 100th, ... occurrence; texts that differ only in numbers count as the same."""
+        """Print a message when it occurs for the 1st, 10th, 100th, ... time. Messages that differ only in numbers count as the same."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -375,7 +375,8 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file (rewards and advantages), a line per row, unless already written. `advantages`: by sample number."""
+        """Write the step's credit file, a line per row with its rewards and advantage, unless already written. `advantages`: {sample
+        number: advantage}."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -394,8 +395,8 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates, given as {role: [data parallel rank][update]}. Metric sums are equal on all ranks, so they are
-        read from the first; peaks are merged over ranks."""
+        """Record the optimizer updates of a step. `updates`: {role: [data parallel rank][update]}. Metric sums are equal on all ranks and
+        are read from the first; peaks are merged over ranks."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -494,7 +495,7 @@ class Journal:
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
 
     def go_back(self, step: int) -> None:
-        """Remove records of steps after `step`, which the run repeats."""
+        """Remove the records of steps after `step`, because the run repeats these steps."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
         self.history.restore(self.folder / METRICS_FILE)
@@ -518,7 +519,7 @@ class Journal:
         self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl", self._domains)
 
     def close(self, exit_state: str) -> None:
-        """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
+        """Write summary.json, curves.png and report.html, print the closing table, and close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._report.close()
@@ -578,8 +579,8 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return validation metrics by domain and by value of its `report_by` column: means over samples; pass@k, best@k, maj@k over prompts
-    with at least k samples."""
+    """Return validation metrics of each domain and of each value of its `report_by` columns. Some are means over samples; pass@k, best@k
+    and maj@k are means over the prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -1,4 +1,4 @@
-"""Ledger of a run, ledger.jsonl: what became of every prompt, sample and update (docs/ledger.md)."""
+"""Write ledger.jsonl, the ledger of a run: what happened to every prompt, sample and update (docs/ledger.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Writes whole lines to ledger.jsonl; a kill may leave the last one incomplete."""
+    """Appends whole lines to ledger.jsonl. If a process is killed, its last line may be incomplete."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
@@ -39,7 +39,8 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record a start or resumption after `step`. `again`: this process went back to `step`, so its lines of later steps are void."""
+        """Record that the run starts or resumes after `step`. `again`: the same process goes back to `step`, so its lines about later steps
+        are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -62,7 +63,7 @@ class Ledger:
         )
 
     def _earlier(self) -> str | None:
-        """Return the folder of the run that this one continues: "." for its own folder, None for a new run."""
+        """Return the folder of the run that this run continues: "." if it is its own folder, None for a new run."""
         source = self._config.checkpoint.source
         if source is None:
             return None
@@ -81,8 +82,8 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record for each mini-batch its samples and what each role's optimizer did: trained, skipped (not finite), or stopped (training
-        had ended early). `updates`: {role: [data parallel rank][update]}."""
+        """Record, for each mini-batch, its samples and the outcome for each role: trained, skipped (not finite) or stopped (training had
+        ended early). `updates`: {role: [data parallel rank][update]}."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):
@@ -98,7 +99,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Return {group id: indices of the samples in the group} for the rows at the indices `places`."""
+    """Return {group id: indices of its samples within the group} for the rows at the indices `places`."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):

@@ -1,4 +1,4 @@
-"""Facts about a run's nodes (versions, clocks, memory, disk, open ports), compared and shown before the run starts."""
+"""Collect facts about the nodes of a run (versions, clocks, memory, disk, connections), and compare them before the run starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
-"""Clock difference in seconds from which a warning is shown: times in ledger and logs mislead."""
+"""Seconds by which a node's clock may differ before a warning is shown: times in ledger and logs would mislead."""
 LEAST_DISK_GIB = 1.0
 GIB = 1 << 30
 ANSWER_SECONDS = 60.0
@@ -39,9 +39,9 @@ class NodeFacts:
     memory_gib: float
     disk_gib: float
     unreachable: Mapping[str, str]
-    """Reasons why nodes cannot be reached, by address."""
+    """{address of another node: reason why this node cannot connect to it}."""
     clock_s: float = 0.0
-    """Seconds by which the node's clock is certainly ahead of the driver's; negative: behind."""
+    """Seconds by which the node's clock is ahead of the driver's (negative: behind), less the uncertainty of the measurement."""
 
 
 class Scout:
@@ -55,7 +55,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect this node's facts, and test whether the other nodes can be reached. `others`: their addresses and ports."""
+        """Return facts about this node, and test whether it can connect to the other nodes. `others`: their (address, port)."""
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
@@ -64,8 +64,8 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and packages. A package's version is followed by a hash of its sources as installed, since builds of
-    one version may differ."""
+    """Return the versions of Python and of PACKAGES. Each package's version is followed by a hash of its installed Python files, since
+    builds of the same version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
@@ -77,7 +77,7 @@ def installed() -> dict[str, str]:
 
 
 def _sources_of(package: Distribution) -> str:
-    """Hash the checksums of a package's Python files, as its installer recorded them."""
+    """Hash the checksums that the installer recorded for a package's Python files."""
     lines = (package.read_text("RECORD") or "").splitlines()
     sources = sorted(line for line in lines if line.split(",")[0].endswith(".py") and not line.startswith(".."))
     return hashlib.blake2b("\n".join(sources).encode(), digest_size=4).hexdigest()
@@ -92,7 +92,7 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Show a run's nodes in a table; return the ids of all nodes except the driver's.
+    """Show the nodes of a run in a table. Return the ids of all nodes except the driver's.
 
     Raise ValueError if versions differ or nodes cannot reach each other.
     """
@@ -137,8 +137,8 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address; the driver's node is the
-    first in `facts`."""
+    """Yield the problems that prevent the run from starting: different versions, or nodes that cannot connect. `facts` and `roles`: by node
+    address; the first in `facts` is the driver's node."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):
@@ -165,8 +165,8 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells, {column name: {address:
-    text}}."""
+    """Return a table with a line for each node, below the versions that are the same on all nodes. `columns`: further columns, {column
+    name: {node address: text}}."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

@@ -1,4 +1,4 @@
-"""Checks of a run's nodes before it starts: shared run folder, equal files."""
+"""Check a run's nodes before it starts: they must have equal files and, where needed, share the run folder."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
-"""Matches dotted paths in JSON."""
+"""Dotted path of a Python name, as a string in JSON."""
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
+"""Suffixes of model files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Files up to READ_WHOLE bytes are hashed whole; of larger files, SAMPLES pieces of SAMPLE_BYTES bytes."""
+"""Files of at most READ_WHOLE bytes are hashed whole. Of a larger file, SAMPLES pieces of SAMPLE_BYTES bytes are hashed."""
 TOLD_FILES = 3
 LOGS = "logs"
 LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
-"""Limits for copying other nodes' logs at the end of a run: seconds in all, and bytes per file."""
+"""Limits for copying the logs of other nodes at the end of a run: seconds in all, and bytes per file."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder whose files must be equal on all nodes of `roles`."""
+    """Folder whose files must be the same on all nodes of `roles`. `setting`: the setting that names the folder."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the folder's files on this node, by file name. For checkpoints, return only file sizes, since loading
-        verifies checksums."""
+        """Return {file name: fingerprint} of the folder's files on this node. For a checkpoint, the fingerprints are file sizes, because
+        its checksums are verified on loading."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -66,10 +66,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class UsersCode(Reader):
-    """Module or package of the user's. `setting`: dotted path of a function in it; `folder`: where the driver imports it from."""
+    """Module or package of the user's code. `setting`: dotted path of a function in it. `folder`: where the driver imports it from."""
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the Python files, from where this node imports them; nothing if it cannot."""
+        """Return {file name: fingerprint} of the Python files where this node imports them from; empty if it cannot import them."""
         found = _imported_from(self.setting)
         if found is None or found.is_file():
             return {found.name: fingerprint(found)} if found is not None else {}
@@ -79,16 +79,16 @@ class UsersCode(Reader):
 @dataclass(frozen=True)
 class View:
     apart: str | None
-    """Reason why the node's run folder is not the driver's; None if it is."""
+    """Reason why the node does not share the driver's run folder; None if it does."""
     files: Mapping[Reader, Mapping[str, str]]
     store: str | None = None
-    """Reason why the node cannot use checkpoint.store; None if it can."""
+    """Reason why the node cannot use `checkpoint.store`; None if it can or if no store is set."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Return addresses of nodes with training ranks that do not share the run folder.
+    """Return the addresses of nodes that have training ranks but do not share the run folder.
 
-    Raise ValueError if the driver needs files that these ranks write, or if nodes hold different files at one path.
+    Raise ValueError if such ranks would write files that the driver needs, or if nodes have different files at the same path.
     """
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
@@ -134,8 +134,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return the modules and packages that functions in the configuration are imported from, except installed ones, each with the first
-    such function's dotted path."""
+    """Return the modules and packages, except installed ones, from which functions named in the configuration are imported. The value is
+    the dotted path of the first such function."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
@@ -146,7 +146,7 @@ def users_code(config: RunConfig) -> dict[Path, str]:
 
 
 def _imported_from(name: str) -> Path | None:
-    """Return the file or folder of a dotted path's module or package; None if there is none here."""
+    """Return the file of a dotted path's top-level module, or the folder of its package; None if this node has neither."""
     search_current_folder()
     try:
         found = find_spec(name.partition(".")[0])
@@ -157,7 +157,7 @@ def _imported_from(name: str) -> Path | None:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Return kinds of files that only ranks can write, with the setting that turns each off."""
+    """Return {kind of files that only ranks can write and the driver needs: setting that turns it off}."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -169,7 +169,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
-    """Raise ValueError if this node has other files or versions than the `driver` node (an address)."""
+    """Raise ValueError if this node has other files or versions than the driver's node. `drivers` and `versions`: those of the driver's
+    node. `driver`: its address."""
     here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
@@ -181,8 +182,8 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> Non
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node creates
-    a file beside the driver's probe file."""
+    """Return what each node sees (View), by node id. `read`: folders to compare, by node id. Each node creates a file beside the driver's
+    probe file, to show that it shares the run folder."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
@@ -211,7 +212,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Return why this node does not share the folder of `probe`; None if it does, after writing an answering file."""
+    """Return why this node does not share the folder of the file `probe`; None if it does, after writing a file there as answer."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -254,7 +255,7 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """Copy the logs of nodes that do not share the run folder into it, after the block."""
+    """After the block, copy the logs of nodes that do not share the run folder into the driver's run folder."""
 
     def read(folder: Path, most: int) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}

@@ -1,11 +1,11 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
-Lost rank of a trained model: all trained models load the newest checkpoint or in-memory copy, and repeat the updates since then on batches
-kept by the driver.
+If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy. Then they repeat the later updates on
+batches that the driver has kept.
 
-Lost rollout service: it restarts in its state after the last step. The tokens of the kept batches are lost with it. If updates must be
-repeated too (a trained model has also lost a rank, or weights were being updated), the run therefore goes back to that checkpoint or copy
-and repeats whole steps, generation included.
+If the rollout service is lost, it restarts in its state after the last step. The tokens of the kept batches are lost with it. Therefore, if
+updates must be repeated too, because a training rank was also lost or weights were being updated, the run goes back to the checkpoint or
+copy and repeats whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
 BYTES_PER_TOKEN = 32
-"""Estimated object store bytes per token, with its log-prob and masks."""
+"""Estimated bytes in the object store for one token with its log-prob and masks."""
 STORE_SHARE = 0.5
-"""Maximum fraction of Ray's object store for kept batches."""
+"""Maximum fraction of Ray's object store that kept batches may fill."""
 
 
 class Recoverable(Protocol):
@@ -67,23 +67,23 @@ class Recovery:
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
-        """Driver state after the last complete step."""
+        """State of the driver after the last complete step."""
         self.source_state: dict[str, Any] = {}
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False from the start of an update to the end of its step: some weights may have changed."""
+        """False from the start of an update to the end of its step, because some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
-        """True while the run goes back to repeat whole steps."""
+        """True while the run goes back in order to repeat whole steps."""
         self._validation: int | None = None
-        """Step whose validation was lost with the rollout service and must be started again; else None."""
+        """Step whose validation was lost with the rollout service and must start again; None if no validation was lost."""
 
     def begin(self, state: dict[str, Any]) -> None:
         self._start = self.reached = _saved(state)
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Return the batch of a step: the kept one if the step is repeated, otherwise a new one from `take`."""
+        """Return the batch of a step: the kept batch if the step is repeated, otherwise a new one, which `take` returns."""
         if step not in self._batches:
             since = self._checkpoints.newest_step
             self._batches = {kept: batch for kept, batch in self._batches.items() if kept > since}
@@ -95,8 +95,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark weights as unknown until `step_is_done`. Inside the block, the deaths of the rollout service and of judges are ignored, so
-        that the update completes."""
+        """Mark the weights as unknown until `step_is_done`. Inside the block, the loss of the rollout service or of a judge is ignored, so
+        that the update can complete."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield
@@ -106,7 +106,7 @@ class Recovery:
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Do the work; after the loss of a training rank, the rollout service or a judge, recover and repeat it."""
+        """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call `work` again."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -139,8 +139,8 @@ class Recovery:
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step.
 
-        If trained weights are lost or unknown, all trained models load the newest checkpoint or in-memory copy (`goes_back`). Later updates
-        are then repeated on the kept batches. If batches are missing, the run repeats whole steps instead (`_rewinds`).
+        If trained weights are lost or unknown (`goes_back`), all trained models load the newest checkpoint or in-memory copy, and later
+        updates are repeated on the kept batches. If a batch is missing (`_rewinds`), the run repeats whole steps instead.
         """
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}
@@ -184,7 +184,8 @@ class Recovery:
             initialize(models)
 
     def _restart_service(self, pipeline: Recoverable) -> None:
-        """Restart the rollout service in `source_state`. If the run went back to an earlier step, remove later records."""
+        """Restart the rollout service in the state `source_state`. If the run went back to an earlier step, remove the records of later
+        steps."""
         self._batches.clear()
         with WATCH.expecting_answers(None):
             self._source.restart(self.source_state)
@@ -202,7 +203,7 @@ class Recovery:
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON copy of a state, equal to what a checkpoint would restore."""
+    """Return a state as a checkpoint would restore it, converted to JSON and back."""
     copy: dict[str, Any] = json.loads(json.dumps(state))
     return copy
 

@@ -1,5 +1,5 @@
-"""Changes of settings when a run resumes from a checkpoint: which are refused, which keep samples in flight, and a list of all.
-docs/checkpoints.md has the same tables."""
+"""Compare the settings of a resumed run with those in its checkpoint: which changes are refused, and after which changes samples in flight
+may continue. docs/checkpoints.md has the same tables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings that may not change. Here and in the tuples below, an entry covers all settings below it; `*` matches any name."""
+"""Settings that may not change when a run resumes. In all tuples of this file, an entry includes the settings below it, and `*` matches any
+name."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
-"""Sections that affect how samples are generated and scored."""
+"""Sections with settings that affect how samples are generated and scored."""
 OF_ENGINES = tuple(f"actor_infer.strategy.{name}" for name in ("quantization", "max_model_len", "engine_args"))
 HARMLESS = (
     *(f"actor_infer.{name}" for name in ("devices", "strategy", "offload", "threads", "restarts", "replicas_per_device", "most_replicas")),
@@ -29,7 +30,7 @@ HARMLESS = (
     *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
-"""Settings in the sections OF_SAMPLES that do not affect samples, except those in OF_ENGINES, which do."""
+"""Settings in the sections OF_SAMPLES that do not affect samples. OF_ENGINES lists exceptions, which do."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Change:
 
     @property
     def is_harmless(self) -> bool:
-        """True if samples in flight may continue."""
+        """True if samples in flight may continue in spite of this change."""
         return self.path.split(".")[0] not in OF_SAMPLES or (_is_in(HARMLESS, self.path) and not _is_in(OF_ENGINES, self.path))
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") -> Iterator[Change]:
-    """Yield the settings that differ. A section in only one configuration is one change."""
+    """Yield the settings that differ. If only one of the configurations has a section, the whole section is one change."""
     for name in {**before, **now}:
         path = f"{below}{name}"
         was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
@@ -66,13 +67,12 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if no change affects how samples are generated and scored, so that samples in flight may continue."""
+    """Return True if samples in flight may continue, because no change affects how samples are generated and scored."""
     return all(change.is_harmless for change in changes(before, now))
 
 
 def refused(before: Mapping[str, Any], now: Mapping[str, Any], is_trained: bool) -> list[Change]:
-    """Return the changes that prevent resuming. `is_trained`: the run trains its actor; otherwise changes of its LoRA settings are
-    allowed."""
+    """Return the changes that prevent resuming. `is_trained`: whether the run trains its actor; otherwise its LoRA settings may change."""
     found = [change for change in changes(before, now) if change.is_fixed and change.before != ABSENT]
     return [change for change in found if is_trained or not change.path.startswith("actor_train.")]
 

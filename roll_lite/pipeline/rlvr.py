@@ -1,4 +1,4 @@
-"""The RLVR loop: `step` is the algorithm."""
+"""The RLVR training loop. `RLVRPipeline.step` is the algorithm."""
 
 from __future__ import annotations
 
@@ -78,12 +78,14 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step, for reward and loss. The KL measured in this step updates them for the next."""
+        """KL coefficients of this step, by name: `kl_in_reward` and `kl_in_loss`. The KL measured in this step changes them for the next
+        step."""
         self.compare_later: Callable[[], None] | None = None
-        """Call that compares engines and trainer at the end of the step (`on_mismatch: pause`)."""
+        """Comparison of engines and trainer that waits for the end of the step, so that a pause (`on_mismatch: pause`) does not interrupt
+        an update."""
         self.steps_done = 0
         self.version = 0
-        """Version of the actor's weights: number of steps that changed them."""
+        """Version of the actor's weights: the number of steps that have changed them."""
 
     def run(self) -> None:
         self.resume()
@@ -110,8 +112,8 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Do the work. Repeat it after a rank or the rollout service is lost, or when the user accepts a difference
-        (`rollout.on_mismatch: pause`)."""
+        """Call `work`. Call it again after the loss of a rank or of the rollout service, or when engines and trainer differ and the user
+        lets the run continue (`rollout.on_mismatch: pause`)."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -157,7 +159,7 @@ class RLVRPipeline:
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
-        """Repeat an update whose result was lost with a rank. Records nothing: the step is recorded already."""
+        """Repeat an update whose result was lost with a rank. Nothing is recorded, because the step has been recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
         try:
@@ -171,12 +173,12 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, unless the engines already have the current version."""
+        """Send the actor's weights to the engines that do not have the current version yet."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Wait for the next batch, from the rollout service or a dump; tokens stay in the object store."""
+        """Wait for the next batch from the rollout service or from a dump. Its tokens stay in the object store."""
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
@@ -185,14 +187,14 @@ class RLVRPipeline:
 
     @phase("advantages")
     def shape_rewards(self, batch: Batch) -> Batch:
-        """Turn scores into rewards, and mask samples that do not train."""
+        """Compute rewards from scores, and mask samples that must not train."""
         shaped = self.shaping(batch)
         self.journal.shaped(shaped.samples, shaped.masked)
         return shaped.batch
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns (log-probs and others) that advantages and losses read, for rows that lack them."""
+        """Compute the columns (such as log-probs and values) that advantages and losses need, for rows that lack them."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -205,7 +207,7 @@ class RLVRPipeline:
 
     @phase("advantages")
     def assign_credit(self, batch: Batch) -> None:
-        """Turn rewards and KL into advantages, on the actor's ranks."""
+        """Compute advantages from rewards and KL, on the actor's ranks."""
         actor, kl_coef = self.models.actor, self.kl_in_reward.coef
         self.kl_coefs = {"kl_in_reward": kl_coef, "kl_in_loss": self.kl_in_loss.coef}
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
@@ -224,7 +226,7 @@ class RLVRPipeline:
 
     @phase("train")
     def train(self, batch: Batch) -> None:
-        """Train actor and critic, each in one call for all epochs and mini-batches."""
+        """Train actor and critic. A single call to each covers all epochs and mini-batches."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.models.actor, self.models.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
@@ -259,12 +261,12 @@ class RLVRPipeline:
 
     @property
     def repeats(self) -> bool:
-        """True while a lost update is repeated."""
+        """True while an update that was lost is repeated."""
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. An update repeated after the loss of a rank passes: it
-        was checked the first time."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. While an update is repeated after the loss of a rank, do
+        not raise: the update was checked the first time."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -340,7 +342,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def save_before_the_end(self) -> None:
-        """Save the state after the last complete step, within the time that remains after a SIGTERM."""
+        """Save the state after the last complete step, within the time that is left after a SIGTERM."""
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state, reached = b"", self.recovery.source_state, self.recovery.reached
@@ -399,7 +401,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Return the driver's objects whose state goes into checkpoints, by name. `steps_done` and `version` are saved beside them."""
+        """Return, by name, the driver's objects whose state is saved in checkpoints, in addition to `steps_done` and `version`."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,
@@ -434,7 +436,7 @@ class RLVRPipeline:
 
 
 class Unrecorded:
-    """Stands in for journal and batch files: every call does nothing."""
+    """Takes the place of the journal and the batch files while an update is repeated: every call does nothing."""
 
     def __getattr__(self, _: str) -> Unrecorded:
         return self
@@ -448,7 +450,7 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return a metric's mean over all domains' tokens. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
-    i."""
+    """Return the mean of a metric per token over all domains. Each dict in `parts` has sums under `<name>#<i>` and token counts under
+    `<tokens>#<i>`, where i is the number of a domain."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

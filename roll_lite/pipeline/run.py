@@ -1,4 +1,4 @@
-"""A run, from its configuration to its exit code."""
+"""Run a configuration, from its start to its exit code."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code after a SIGTERM with saved state: EX_TEMPFAIL, since the same command continues the run."""
+"""Exit code of a run that saved its state after a SIGTERM. It is EX_TEMPFAIL: the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
-"""Phases that take about the same time in each step."""
+"""Phases that take about the same time in every step."""
 LEAST_HANG_S = 300.0
-"""Minimum, in seconds, of time limits from `limits.hang_factor`: short phases vary more."""
+"""Minimum, in seconds, of a time limit that `limits.hang_factor` sets: the time of short phases varies more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
 def run(config: RunConfig) -> int:
-    """Start, train, clean up; return the exit code. The cause of a failure goes to standard error and summary.json."""
+    """Start, train and clean up; return the exit code. The cause of a failure is written to standard error and summary.json."""
     given = config
     try:
         config, notes = settled(config)
@@ -105,7 +105,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: the configured ones and, for regular phases, a multiple of the longest time so far."""
+    """Time limits of phases: the configured limits and, for phases in REGULAR, `limits.hang_factor` times the longest time so far."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -132,8 +132,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) saves its state
-    before it ends. Signals already ignored at the start, as with nohup, stay ignored."""
+    """Signal handler: SIGTERM and SIGHUP end a run as Ctrl-C does. After the first SIGTERM, a run with checkpoints (`saves`) saves its
+    state before it ends. Signals that were already ignored at the start, as with nohup, stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -166,15 +166,15 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals while the caller records, inside the block, how the run ended. Signals after the block raise KeyboardInterrupt
-        again and so interrupt the clean-up."""
+        """Ignore signals inside the block, in which the caller records how the run ended. After the block, signals raise KeyboardInterrupt
+        again and can interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """Records how a run ended. The first cause counts; later ones come from the clean-up."""
+    """Records how a run ended. Only the first cause counts: later ones come from the clean-up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED
@@ -198,7 +198,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread because the main thread hangs; the Ray session's guard cleans up."""
+        """End the process from another thread, because the main thread hangs. The guard of the Ray session cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:
@@ -229,7 +229,8 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
-    """Print a failure; its traceback goes to failure.txt only. `what`: what failed. `shortage`: likely causes."""
+    """Print why the run failed; the traceback is written only to failure.txt. `what`: what failed. `shortage`: likely causes of the
+    failure."""
     more = folder / FAILURE_FILE
     note = f"more in {more}"
     try:

@@ -1,4 +1,4 @@
-"""Compute rewards and masks of samples on the driver, from columns of the batch."""
+"""Compute the rewards and masks of samples on the driver, from columns of the batch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """Batch with the columns reward and train_weight, without groups in which no sample trains."""
+    """Batch with the columns `reward` and `train_weight`. Groups without any sample that trains are left out."""
     samples: DataProto
-    """Rows, one per sample, for metrics."""
+    """One row per sample, for metrics."""
     masked: Masked
 
 
 class RewardShaping:
-    """Shapes rewards; keeps running moments if rewards are normalised by them."""
+    """Computes rewards and masks. Keeps running moments of the rewards if these are used to normalize."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -98,9 +98,10 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: moments to update.
+    """Return the samples' rewards, [N] float32. `domains`: settings of each domain, by domain number. `running`: running moments, which are
+    updated.
 
-    Applied in this order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
+    The steps are, in this order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight.
     """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
@@ -120,7 +121,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Return rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
+    """Return the rewards of the greedy baseline samples, [N] float32. Only scale, clip and domain weight apply to them."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 

@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory: before a run, and as likely cause of its failure."""
+"""Detect that open files, shared memory or memory are too few or too small: before a run, and as a likely cause of its failure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.session_guard import SHARED
 
 LEAST_FILES = 512
-"""Open files that a process of a small run may need."""
+"""Open files that one process of a small run may need."""
 SPARE_FILES = 64
-"""Files that the driver keeps open until a run ends, so that it can still record how and clean up if too many files are open."""
+"""Files that the driver keeps open and closes when the run ends. If too many files are open then, it can still record the end and clean
+up."""
 LEAST_SHARED = 16 << 20
-"""Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
+"""Bytes in /dev/shm that an engine needs for queues and semaphores. Ray's objects may go to /tmp instead."""
 
 
 def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
@@ -34,7 +35,7 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds shortages (open files, shared memory, memory) behind a failure. Create it at the run's start."""
+    """Finds out whether a failure was caused by a shortage of open files, shared memory or memory. Create it at the start of the run."""
 
     def __init__(self) -> None:
         self._killed = killed_for_memory()
@@ -45,7 +46,7 @@ class Shortages:
             os.close(self._spare_files.pop())
 
     def behind(self, error: Exception) -> str:
-        """Return sentences on likely causes of a failure; empty without a sign of shortage."""
+        """Return sentences about shortages that likely caused a failure; empty if there is no sign of a shortage."""
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"

@@ -1,4 +1,4 @@
-"""Sources of batches and validations: engines and rewards, or a past run's dumps."""
+"""Sources of batches and validations: live generation with engines and rewards, or the dumps of a past run."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
 LAST_SECONDS = 60.0
-"""Seconds to wait for the rollout service's last ledger lines."""
+"""Seconds to wait for the last ledger lines of the rollout service."""
 HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(ABC):
-    """Source of batches. The default methods suit a source without engines and state."""
+    """Source of batches. The methods that are not abstract suit a source that has no engines and no state."""
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
+        """Restart the rollout service in an earlier `state`. Prompts that it started after that state are started again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if engines
-        lack `version`."""
+        """Load the engine memory that a phase needs for the duration of the block. For SYNC_WEIGHTS, also load the actor's weights if an
+        engine lacks `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
-        """Send the actor's weights to the engines; return None if they need none."""
+        """Send the actor's weights, version `version`, to the engines. Return None if nothing had to be sent."""
         return None
 
     @abstractmethod
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
-        """Wait for the next batch. `poll` is called about once a second and must not block."""
+        """Wait for the batch of `step`. `poll` is called about once a second meanwhile, and must not block."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         raise NotImplementedError("held-out prompts need engines")
@@ -67,27 +67,29 @@ class BatchSource(ABC):
         return ()
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart a judge that was lost. Return False for the failure of another role."""
+        """Restart a judge that was lost. Return False if `failure` is of another role."""
         return False
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
-        """Prepare for new training ranks: engines leave shared devices, and receive all weights again."""
+        """Prepare for new training ranks: engines release shared devices, and the next update sends all weights again."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
-        """Restore the state, and continue the samples in `unfinished` (a checkpoint's file)."""
+        """Restore `state`, and continue the samples in flight. `unfinished`: content of the checkpoint's file of such samples; may be
+        empty."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return the checkpoint file of samples unfinished in `state`; b"" if none. `within_s`: timeout."""
+        """Return the content of the checkpoint's file of samples that are in flight in `state`; empty without such samples. `within_s`:
+        timeout in seconds."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
-        """Stop everything at once: the run ends and needs the devices to save its state."""
+        """Stop engines and rewards at once: the run is ending, and needs their devices to save its state."""
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
-        """Write the last files and clean up."""
+        """Write the last ledger lines, and shut down."""
 
 
 @dataclass
@@ -96,26 +98,26 @@ class LiveRollouts(BatchSource):
     restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
     reward_models: Mapping[str, Cluster[RewardModelWorker]]
-    """Reward models by name. The rollout service, not the driver, calls and loads them."""
+    """Reward models by name. They are called and loaded by the rollout service, not by the driver."""
     judges: Mapping[str, Cluster[JudgeWorker]]
-    """Judges by name; these references keep their Ray actors alive."""
+    """Judges by name. These references keep the judges' Ray actors alive."""
     judge_restarts: Mapping[str, int]
-    """Maximum restarts per hour of a judge, by name."""
+    """Maximum number of restarts per hour, by name of the judge."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
-    """Weight updates of the engines; None in a run that does not train."""
+    """Sends weights to the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
-    """Call that generates the next batch; continues while training ranks are replaced."""
+    """Pending call that generates the next batch. It continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
-    """Addresses of the judges' servers, by name and rank."""
+    """Addresses of the judges' servers: {name of the judge: [address of each rank]}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
-    """Time of the loss of each judge that does not serve again yet."""
+    """{name of a lost judge that does not serve again yet: time of its loss}."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read its data and tried the rewards on a canned response. Then start the service, and return
-        that call without waiting for it."""
+        """Wait until the rollout service has read its data and tested the rewards on a canned response. Then start the service; return this
+        pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
@@ -137,7 +139,7 @@ class LiveRollouts(BatchSource):
         return [servers.name for servers in self.judges.values()]
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples that these judges should score."""
+        """Restart lost judges at their old addresses. Until they serve, the rewards retry the samples that these judges should score."""
         found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
         for name in found:
             if not self._restarts.allows(name, self.judge_restarts[name]):
@@ -196,8 +198,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, but only
-        after the batch or validation if they offload."""
+        """Wait for a batch or validation. If a training rank is lost meanwhile, raise RankFailed: at once if engines stay loaded, but only
+        after the batch or validation if engines offload."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -241,7 +243,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Send weights to started replacements, and let them serve."""
+        """Report lost engines. Send weights to replacements that have started, and let them serve."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -288,7 +290,7 @@ class LiveRollouts(BatchSource):
 
 @dataclass(frozen=True)
 class ReplayedRollouts(BatchSource):
-    """Batches from another run's dumps, by step."""
+    """Reads batches from another run's dumps, step by step."""
 
     reader: Cluster[ReplayWorker]
 
@@ -312,10 +314,10 @@ class Validations:
         self._journal = journal
         self._running: RunningValidation | None = None
         self.step: int | None = None
-        """Step of the running validation or, if none runs, of the last one."""
+        """Step of the running validation or, if none is running, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation whose results are reported under `step`, then call `wait`."""
+        """Start a validation whose results are reported for `step`, and call `wait`."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
@@ -324,12 +326,12 @@ class Validations:
         self.wait(version)
 
     def wait(self, version: int) -> None:
-        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps remain."""
+        """Wait for the running validation. Do not wait if engines also generate during training (`rollout.supply`) and steps remain."""
         if self.step == self._config.steps or not generates_ahead(self._config):
             self.finish(version)
 
     def forget(self) -> int | None:
-        """Abandon the running validation; return its step, or None."""
+        """Abandon the running validation, and return its step; None if none was running."""
         running, self._running, self.step = self._running, None, None
         return None if running is None else running.step
 

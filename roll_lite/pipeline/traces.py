@@ -1,4 +1,4 @@
-"""Profiler traces of the steps in `profile.steps`: one per training rank and engine process."""
+"""Write profiler traces of the steps in `profile.steps`, one for each training rank and engine process."""
 
 from __future__ import annotations
 

@@ -27,19 +27,19 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages of one rank, with metric sums (additive over ranks) and peaks (minima and maxima)."""
+    """Advantages that one rank has computed, and metrics of them: `sums` add up over ranks, `peaks` are minima and maxima."""
 
     block: Block
     sums: dict[str, float]
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
-    """Mean advantage of each sample's policy tokens, by sample number."""
+    """{sample number: mean advantage of the sample's policy tokens}."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; empty if not measured before the updates."""
+    """Log-prob differences between engine and trainer by sample; empty if they are measured only during the updates."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""Batch column with the MoE experts that training updates reuse, for each value of algorithm.routing_replay. None: the router chooses
+"""{value of algorithm.routing_replay: batch column with the MoE experts that training updates reuse}. None: the router chooses experts
 anew."""
 
 
@@ -80,7 +80,8 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets. All head ranks (one per data parallel rank) must call it."""
+        """Compute advantages and the critic's targets of the shard. It is a collective call: the head rank of every data parallel rank must
+        make it."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -100,7 +101,7 @@ class ActorWorker(ModelWorker):
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch; stop early if an update moved the policy too far (early_stop_kl)."""
+        """Train on every mini-batch of every epoch. Stop early if an update moved the policy too far (early_stop_kl)."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
@@ -138,7 +139,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains LoRA adapters. With the adapters off, it also computes the reference's log-probs."""
+    """Actor that trains LoRA adapters. With its adapters switched off, it computes the log-probs of the reference too."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -164,7 +165,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """Return True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
+    """Return True if the mean KL per token of an update exceeds `limit` or is NaN. The result is the same on all ranks."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
@@ -172,5 +173,6 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop the metrics of log-prob mismatch between engine and trainer. After an update they would include its effect."""
+    """Return metric sums without the log-prob mismatch between engine and trainer: after the first update it would include the update's
+    effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

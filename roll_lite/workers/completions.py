@@ -1,5 +1,5 @@
-"""Pass requests to an inference engine and return its responses. Their tokens are collected in tables with one row per sample (token
-blocks)."""
+"""Pass requests to an inference engine and return its responses. The tokens of the responses are returned in token blocks: tables with a
+row per sample."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of each piece of a response. Token blocks store no log-prob for a row's first token, so without it the log-prob of a
-real token would be lost."""
+"""Dummy first token of each piece of an unfinished response. A token block has no log-prob for the first token of a row; with the dummy, no
+log-prob of a real token is lost."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses. Short, because it delays every turn of
-an episode."""
+"""Maximum seconds that `collect` waits for further completions while an environment waits for a response. It is short because it delays
+every turn of an episode."""
 
 
 class _Ready(NamedTuple):
@@ -63,7 +63,7 @@ class CompletionPump:
         self._running: set[asyncio.Future[Completion]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: the engine starts only when it has all of them, for reproducible batches."""
+        """Give requests to the engine. `frozen`: the engine is paused until it has all of them, so that batches are reproducible."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         self._wanted.update(request.request_id for request in requests if request.wants_ids)
@@ -76,7 +76,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with the tokens of earlier turns put before its prompt. If those tokens are lost, fail the request and return
+        """Return the request with the tokens of earlier turns before its prompt. If these tokens are lost, fail the request and return
         None."""
         if request.context is None:
             return request
@@ -144,8 +144,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for the
-        first completion, then up to `linger_s` for more."""
+        """Return the completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for the
+        first completion, then up to `linger_s` for further ones."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

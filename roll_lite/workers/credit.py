@@ -1,4 +1,5 @@
-"""Advantages of one rank's rows. Group baselines need the global batch, so all ranks exchange numbers, even ranks without rows."""
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks exchange numbers, even ranks without
+rows."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ or be 0."""
+"""Function that gathers tensors from all data parallel ranks: it takes this rank's [rows, n] and returns a list with every rank's, in rank
+order. Row counts may differ or be 0."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,13 @@ class Credit:
     advantages: torch.Tensor
     returns: torch.Tensor | None
     kl: torch.Tensor | None
-    """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
+    """KL(policy || reference) per token, not multiplied by its coefficient; None if the reward has no KL penalty."""
     rewards_per_row: torch.Tensor
-    """[B] float64: score of the sample (only in its first row) minus coef * KL, so that a sample's rows add up to its reward."""
+    """[B] float64: the sample's score (only in its first row) minus coef * KL of the row. The sum over a sample's rows is its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """Return True if a forward pass before the updates measures entropy and mismatch with the engine."""
+    """Return True if a forward pass before the updates measures the entropy and the log-prob mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -63,8 +65,8 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute advantages and the critic's targets from the columns that `credit_columns` names. All head ranks (one per data parallel rank)
-    must call it."""
+    """Compute advantages and the critic's targets from the columns that `credit_columns` names. It is a collective call: the head rank of
+    every data parallel rank must make it."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -74,8 +76,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over the training tokens of all
-    ranks. It leaves out rows with non-finite moments."""
+    """Return a function that takes the moments of this rank's rows and returns (mean, 1 / standard deviation) over the training tokens of
+    all ranks. Rows with non-finite moments are left out."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -98,25 +100,25 @@ def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
 
 
 Estimate = tuple[torch.Tensor, torch.Tensor | None]
-"""Advantages [B, T-1] float32, and the critic's targets [B, T-1] or None."""
+"""(advantages [B, T-1] float32, critic's targets [B, T-1] or None)."""
 
 
 class Turns(NamedTuple):
-    """Responses of this rank's rows, ordered by row and position."""
+    """Responses (turns) in this rank's rows, ordered by row and position."""
 
     rows: torch.Tensor
     """Row of each response, [turns] int64."""
     starts: list[int]
-    """Index in the mask of each response's first token; `ends`: index after its last token."""
+    """Index in the row's mask of the first token of each response. `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the new tokens before each response, which are the prompt or the messages since the previous response."""
+    """[turns] float64: hash of the tokens between the previous response (or the start) and this response: the prompt, or new messages."""
     rewards: torch.Tensor
-    """[turns] float64: rewards without KL."""
+    """[turns] float64: reward of each turn, without KL."""
 
 
 class CreditTask:
-    """Inputs of the advantage estimators. Scores and KL are summed in float64: they may differ by a factor of millions."""
+    """Inputs of the advantage estimators. Scores and KL are summed in float64, because their sizes may differ by a factor of millions."""
 
     def __init__(
         self,
@@ -130,14 +132,14 @@ class CreditTask:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
-        """[B] reward of each row's sample, without KL."""
+        """[B] float64: reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.dense_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32: rewards of turns before the last, minus coef * KL; None if there are neither."""
+        """[B, T-1] float32: rewards of all turns except the last, minus coef * KL; None without turn rewards and KL."""
         self.turn_rewards: torch.Tensor | None = None
-        """[B, T-1] rewards of turns before the last."""
+        """[B, T-1]: rewards of all turns except the last; None if turns are not rewarded."""
         self.last_token_reward = self.score
-        """[B] reward of the last token: the score without earlier turns' rewards."""
+        """[B] reward on the last token: the score minus the rewards of earlier turns."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
@@ -225,7 +227,8 @@ def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
 
 
 def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
-    """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
+    """Return REINFORCE advantages of the token rewards. If `baseline` is "group", subtract the mean score of the group from the last
+    reward."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()
@@ -302,7 +305,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Advantage estimators by their `name` in the configuration; settings beside `name` are passed as keyword arguments."""
+"""Advantage estimators by their `name` in the configuration. The settings beside `name` are passed as keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)
@@ -314,7 +317,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 def credit_metrics(
     rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
 ) -> tuple[dict[str, float], dict[str, float], SampleSums]:
-    """Return metric sums, peaks (minima, maxima), and log-prob differences between engine and trainer by sample."""
+    """Return (metric sums, peaks, log-prob differences between engine and trainer by sample). Peaks are minima and maxima."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:

@@ -15,26 +15,26 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Samples of the whole global batch, including samples that do not train. Tensors are [N], except `local`."""
+    """All samples of the global batch, also those that do not train. Tensors are [N], except `local`."""
 
     rewards: torch.Tensor
-    """float64: the reward after shaping, minus coef * the sample's KL."""
+    """float64: reward after shaping, minus coef * KL of the sample."""
     scores: torch.Tensor
-    """float64: the reward after shaping, without KL."""
+    """float64: reward after shaping, without KL."""
     groups: torch.Tensor
-    """int64: samples of one prompt have the same number."""
+    """int64: group number; samples of the same prompt have the same number."""
     policy_tokens: torch.Tensor
-    """int64: tokens that the policy chose, per sample."""
+    """int64: number of the sample's tokens that the policy chose."""
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: for each of this rank's rows, the index of its sample in this table. Several rows may be one sample (an agent's branches).
-    `everyone.rewards[everyone.local]` are the rows' rewards."""
+    """[B] int64: for each row of this rank, the index of its sample in this table; `everyone.rewards[everyone.local]` is thus the reward of
+    each row. A sample may have several rows (branches of an agent)."""
 
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """Rows of this rank, padded; there may be none. Token tensors [B, T-1] hold arbitrary values where the mask is 0."""
+    """Rows of this rank, padded; there may be none. In [B, T-1] tensors, values where the mask is 0 are arbitrary."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""
@@ -43,17 +43,17 @@ class CreditInputs:
     values: torch.Tensor | None
     """[B, T-1] float32: the critic's value before each token; None without a critic."""
     reward: torch.Tensor
-    """[B] float32: the reward after shaping, without KL."""
+    """[B] float32: reward after shaping, without KL."""
     groups: torch.Tensor
-    """[B] int64: samples of one prompt have the same number."""
+    """[B] int64: group number; samples of the same prompt have the same number."""
     policy_tokens: torch.Tensor
-    """[B] int64: number of tokens that the policy chose, per sample."""
+    """[B] int64: number of the row's tokens that the policy chose."""
     truncated: torch.Tensor
-    """[B] bool: cut at max_tokens."""
+    """[B] bool: the response was cut off (at max_tokens or at the maximum of turns)."""
     train_weight: torch.Tensor
-    """[B] float32: 0 for samples not trained on."""
+    """[B] float32: weight in the loss; 0 for samples that do not train."""
     everyone: SampleTable
-    """Samples of all ranks, for baselines."""
+    """Samples of all ranks, to compute baselines."""
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

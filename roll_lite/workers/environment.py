@@ -1,4 +1,4 @@
-"""Environment workers: processes that play episodes, and their pool in the rollout service."""
+"""Environment workers (processes that play episodes), and the pool of such workers in the rollout service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds beyond turn_timeout_s that a worker has to report the timeout. After that it counts as lost."""
+"""Seconds, beyond `turn_timeout_s`, that a worker has to report a timeout. Then the worker counts as lost."""
 
 
 class EnvironmentWorker:
@@ -42,7 +42,7 @@ class EnvironmentWorker:
         self._name = name
 
     async def prepare(self) -> tuple[list[int], str | None]:
-        """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user."""
+        """Import the environment and load the tokenizer. Return the token ids of CANNED_RESPONSE, and a note for the user or None."""
         tokenizer = load_tokenizer(self._model)
         host = ray.util.get_node_ip_address()
         path = f"domains.{self._name}"
@@ -55,7 +55,7 @@ class EnvironmentWorker:
         self._player.tell(orders)
 
     async def events(self) -> tuple[list[Event], int]:
-        """Return events since the last call, and the number of calls that hang in threads."""
+        """Return the events since the last call, and the number of calls of the environment that hang in threads."""
         return await self._player.events(POLL_SECONDS), self._player.stuck
 
     async def place(self) -> Place:
@@ -65,14 +65,14 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if the dead process ran no other episode, so this one may have killed it."""
+    """True if the environment of no other episode was working in the lost process, so that this episode may have killed it."""
 
 
 @dataclass(eq=False)
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
     since: float | None
-    """Time at which the environment began to work; None while the policy responds."""
+    """Time at which the environment began to work; None while the episode waits for the policy's response."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -93,7 +93,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Send an order to the worker, in one call with all other orders given in this turn of the event loop."""
+        """Queue an order. All orders given in the same turn of the event loop are sent to the worker in a single call."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)
@@ -105,11 +105,12 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
+    """Plays the episodes of one domain. An episode is given to the worker that runs the fewest; if that worker is lost, the episode starts
+    again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs: they send requests only once all samples wait
-        for a response, so all episodes must run."""
+        """`limited`: whether a worker runs at most `parallel` episodes. False in deterministic runs, where requests are sent only when all
+        samples wait for a response, so that all episodes must be running."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment
@@ -186,7 +187,8 @@ class EnvironmentPool:
             running.events.put_nowait(error)
 
     async def problem(self, prompts: Sequence[Prompt]) -> str | None:
-        """Play episodes with canned responses. Return an error message if all fail; a single failure may be a bad row."""
+        """Play episodes with canned responses. Return an error message if all of them fail: a single failure may be due to a bad row of the
+        data."""
         causes = await asyncio.gather(*map(self._trial_failure, prompts))
         if not all(causes):
             return None

@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
-"""Seconds for a dead engine's clean-up before its end is reported."""
+"""Seconds that the clean-up of a dead engine may take before its end is reported."""
 PULSE_SECONDS = 2.0
-"""Seconds between a heartbeat's answer and the next heartbeat."""
+"""Seconds between the answer to a heartbeat and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum token blocks (tables of samples' tokens) per call."""
+"""Maximum number of token blocks (tables of tokens) that one call returns."""
 POLL_SECONDS = 10.0
-"""Seconds after which a call for completions returns without any."""
+"""Seconds after which a call for completions returns even if there are none."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -48,7 +48,7 @@ async def fetch_block(reference: Any) -> DataProto:
 
 
 class InferWorker(AsyncWorker):
-    """Worker of an engine replica; its methods share the event loop with the engine."""
+    """Worker of an engine replica. Its methods run in the same event loop as the engine."""
 
     lives_alone: ClassVar[bool] = True
     build = staticmethod(build_engine)
@@ -56,8 +56,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: for replicas that span nodes, Ray options of the actor on each node after the first, as [replica][node]; this worker
-        uses the entry of its own rank."""
+        """`parts[replica]`: for a replica that spans nodes, the Ray options of its actors on the further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -73,8 +72,8 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, because each measures
-        the free memory."""
+        """Start the engine if it is this replica's turn (rank % turns == turn). Engines on the same GPU start one after another, because
+        each measures the free memory."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -87,7 +86,7 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Wait until the engine has started; until then, this process may be too busy to answer."""
+        """Wait until the engine has started. Before that, this process may be too busy to answer heartbeats."""
         await self._ready.wait()
 
     async def _watch(self) -> None:
@@ -113,8 +112,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns the objects, so
-        they outlive this process."""
+        """Return the completions since the last call, followed by `most_blocks` token blocks; missing blocks are None. The caller owns the
+        returned objects, so they outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -122,7 +121,7 @@ class InferWorker(AsyncWorker):
         await self._pump.abort(request_ids)
 
     async def forget_requests(self) -> None:
-        """Abort and drop all requests: their rollout service is gone."""
+        """Abort and forget all requests, because the rollout service that made them is gone."""
         with suppress(Exception):  # a dead engine has none
             await self._pump.forget()
 
@@ -132,7 +131,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the weights; an interrupted update must be repeated (InferenceStrategy)."""
+        """Update the engine's weights. If the update breaks off, it must be repeated: see InferenceStrategy."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -142,8 +141,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Without a folder, start a profiler recording of the engine's workers. With a folder, end the recording and write it there. Return
-        an error text per worker, empty on success."""
+        """Control the profiler of the engine's workers: without `folder`, start recording; with `folder`, stop and write the trace there.
+        Return an error text for each worker, empty on success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -153,7 +152,7 @@ class InferWorker(AsyncWorker):
         await self._of_engine(self._strategy.offload(parts))
 
     async def leave_device(self) -> None:
-        """Offload everything, except after an interrupted weight update, which must be repeated first."""
+        """Offload everything. After an interrupted weight update do nothing, because the update must be repeated first."""
         if self._strategy.life.state is not EngineState.HALF_UPDATED:
             await self.offload(tuple(EngineMemory))
 
@@ -178,11 +177,10 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work. Raise MemberLost if the engine is dead. If it lives but raises an error, give it up and raise MemberLost
-        too.
+        """Await work of the engine, and raise MemberLost if it fails. If the engine is still alive then, it is given up.
 
-        Two kinds of error of a living engine pass unchanged: TransferError and, with the run's first weights, any error, since all engines
-        would raise it.
+        Two kinds of error are raised unchanged while the engine lives: TransferError, and any error before the first weight update, since
+        all engines would raise it.
         """
         try:
             return await work
@@ -195,18 +193,18 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Place of an engine in the rollout service's Fleet, which watches and restarts its members. After a loss, the engine's replacement
-    takes this place."""
+    """Member of the rollout service's Fleet that stands for one engine number. The Fleet watches it; after the loss of its engine, the
+    replacement is put into `engine`."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """Started replacements; MemberLost if none will come."""
+        """Replacements that have started; MemberLost if no replacement will come."""
         self._is_first = not is_absent
 
     async def start(self) -> None:
-        """Wait until the engine or, after a loss, a replacement has started. Raise MemberLost if none will come."""
+        """Wait until the engine has started or, after a loss, until a replacement has. Raise MemberLost if no replacement will come."""
         if self._is_first:
             self._is_first = False
             await self.engine.start()
@@ -227,7 +225,7 @@ class EngineSeat:
 class RemoteEngine(BatchedEngine):
     """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once.
 
-    `silence_s`: heartbeat timeout; None: unlimited.
+    `silence_s`: seconds without an answer to heartbeats after which the worker counts as lost; None: unlimited.
     """
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
@@ -247,7 +245,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait for an unanswered heartbeat; return the cause of loss. A living worker answers even during long prefills."""
+        """Wait until a heartbeat is not answered, and return the cause of the loss. A living worker answers even during long prefills."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 
@@ -256,7 +254,7 @@ class RemoteEngine(BatchedEngine):
 
     @property
     def silent_s(self) -> float:
-        """Seconds between the worker's last answer and its loss."""
+        """Seconds from the worker's last answer until the worker counted as lost."""
         return self._heartbeat.silent_s
 
     def fail(self, cause: str) -> None:
@@ -265,7 +263,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even if a signal has stopped it: it could be resumed and serve old weights."""
+        """Kill the worker, even if a signal has stopped its process: it could be resumed later and serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

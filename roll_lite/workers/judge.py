@@ -1,4 +1,4 @@
-"""LLM judges of the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
+"""Run the LLM judges of a run: vLLM's OpenAI-compatible server as a separate process, which is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEALTH_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 """Seconds without an answer after which a server counts as hanging."""
 PORT_SECONDS = 30.0
-"""Maximum seconds that a replacement waits for the lost worker's server to release its port."""
+"""Maximum seconds to wait until the server of a lost worker has released its port."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Process of a judge's server. This object reserves the port, so that restarts keep it."""
+    """Server process of a judge. This object reserves the port, so that a restarted server has the same address."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
@@ -72,7 +72,7 @@ class JudgeServer:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def take_over(self, address: JudgeAddress) -> None:
-        """Take over the address of a lost worker's server, because reward workers know only that address."""
+        """Take over the address of a lost worker's server, because reward workers know no other address."""
         host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         if host != self._host:
             raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")
@@ -155,7 +155,8 @@ class JudgeWorker(AsyncWorker):
         return self._server.address
 
     async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
-        """Start the server. `before`: addresses of the lost judge workers, by rank; their replacements keep these addresses."""
+        """Start the server. `before`: addresses of the lost judge workers, by rank, if this worker replaces one of them; it takes over the
+        address of its rank."""
         if before is not None:
             await self._server.take_over(before[self.rank])
         await self._fleet.start()

@@ -1,4 +1,4 @@
-"""Workers with a model behind a train strategy: base class, reference and critic."""
+"""Workers that hold a model behind a train strategy: the base class, the reference and the critic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
 HISTORY_ENTRIES = 100_000
-"""Number of newest allocations that profile.memory_history keeps, at several KB of host memory each."""
+"""Number of latest allocations that profile.memory_history keeps. Each takes several KB of host memory."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """One data parallel rank's part of a step: its rows, and the rows of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`), and the samples of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
     supervised: list[DataProto] = field(default_factory=list)
-    """Supervised rows of every mini-batch; empty without algorithm.ptx."""
+    """Supervised rows for each mini-batch; empty without algorithm.ptx."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +81,23 @@ class Update:
     result: TrainResult
     peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
-    """Histogram of log-ratios between new and old policy, [domains, bins]; None for the critic."""
+    """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; only in the first update, if no earlier pass measured them."""
+    """Log-prob differences between engine and trainer. Filled only in the first update, and only if no forward pass before it measured
+    them."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Losses of this rank's rows by sample number, to find faulty rows; only for the first of consecutive non-finite updates."""
+    """{sample number: loss} of this rank's rows, to find faulty rows. Filled only in the first of consecutive non-finite updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Return the columns that optimizer steps read. `if_there`: columns read only if the batch has them."""
+    """Return the columns that optimizer steps read. `if_there`: columns that are read only if the batch has them."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Batch columns that the role can compute: column name -> name of the model output that fills it."""
+    """{batch column that this role can compute: name of the model output that fills it}."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -170,7 +171,8 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call it, with equal `items` on a node."""
+        """Divide `items` among the ranks of this node, and return this rank's share. It is a collective call of all ranks; the ranks of a
+        node must pass equal `items`."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -181,7 +183,7 @@ class ModelWorker(Worker):
 
     @ray.method(num_returns=2)
     def copy_state(self, room: float) -> tuple[int, StateCopy | None]:
-        """Return the size of this rank's state in bytes and, unless it exceeds `room`, a copy."""
+        """Return the size of this rank's state in bytes, and a copy of the state; None instead of the copy if it exceeds `room` bytes."""
         copy = self.strategy.copy_state()
         size = sum(array.nbytes for array in copy[0])
         return size, copy if size <= room else None
@@ -190,7 +192,7 @@ class ModelWorker(Worker):
         self.strategy.load_copy(ray.get(copies[self.rank]))
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Return sizes and checksums of this rank's share of the files: every world_size-th file."""
+        """Return sizes and checksums of this rank's share of the files. The ranks take the files in turn."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
@@ -215,7 +217,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns of this rank's rows; return None except on head ranks (one per data parallel rank)."""
+        """Compute columns for the rows of the shard. Head ranks (one per data parallel rank) return them, other ranks None."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -255,8 +257,8 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on ranks that return no outputs (all but
-        head ranks)."""
+        """Recompute the loss of each row, by sample, after an update was skipped because it was not finite. Empty except on head ranks,
+        which alone get model outputs."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

@@ -1,5 +1,5 @@
-"""Losses of actor and critic. Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over
-micro-batches and ranks. The metric `<name>#<number>` is the sum over one domain, by its number. Masked entries, even NaN, count as 0."""
+"""Losses of actor and critic. Each returns the loss of a micro-batch, sum(loss_weight * token loss), and metric sums that add up over
+micro-batches and ranks. The metric `<name>#<number>` is the sum over the domain with that number. Masked entries count as 0, even NaN."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""Column with the old log-probs of the policy ratio. None: the log-probs of the training forward pass, detached."""
+"""{algorithm.old_log_probs: column with the denominator of the policy ratio}. None: use the log-probs of the training forward pass,
+detached."""
 
 
 @dataclass(eq=False)
 class ActorLoss:
-    """Policy loss with mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows (ptx_weight > 0)."""
+    """Policy loss with mismatch correction, KL to the reference and entropy bonus. Supervised rows (ptx_weight > 0) have a cross-entropy
+    loss instead."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
@@ -45,13 +47,13 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """True: compute the entropy for its metric, even without a bonus."""
+    """Whether to compute the entropy as a metric even if the loss has no entropy bonus."""
     domains: int = 1
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
     mismatch: RowSums = field(init=False)
     peaks: Peaks = field(init=False)
-    """Maxima and minima over micro-batches: the metric mismatch/max, and the largest and smallest ratio of new to old policy."""
+    """Maxima and minima over micro-batches: mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,8 +130,8 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return the optional inputs that the user's loss function takes beside PolicyTerms: name -> [B, T-1], 0 where masked. Of these,
-        only the entropy has a gradient."""
+        """Return the optional arguments of the user's loss function: {name: [B, T-1]}, 0 where masked. Of these, only the entropy has a
+        gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 
@@ -184,7 +186,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """Return each row's domain number, [B]; 0 without the column."""
+    """Return the domain number of each row, [B]; 0 if there is only one domain or no such column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -192,7 +194,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. The column `values` holds the values before the updates, from which advantages were computed."""
+    """Clipped value loss. The column `values` holds the values before the updates: those from which advantages were computed."""
 
     clip: float | None = 0.2
     domains: int = 1
@@ -250,7 +252,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Return those of GIVEN_TO_LOSSES that the user's function has as parameters."""
+    """Return the names in GIVEN_TO_LOSSES that are parameters of the user's loss function; empty for built-in losses."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -263,7 +265,7 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """Compute each token's loss, 0 where masked. `given`: further arguments of the user's function."""
+    """Compute the loss of each token, 0 where masked. `given`: optional arguments of the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)

@@ -1,4 +1,4 @@
-"""Seconds, tokens, model FLOPs and memory of a training rank by phase, and a report when memory runs out."""
+"""Measure the phases of a training rank (seconds, tokens, model FLOPs, memory), and explain what to do when GPU memory runs out."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
     "MI300X": 1307.0,
 }
-"""Dense bfloat16 TFLOP/s by part of the device's name (first match), from data sheets, without sparsity."""
+"""Dense bfloat16 TFLOP/s from data sheets, without sparsity, by a part of the device's name. The first match counts."""
 
 REMEDIES = {
     "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute: full or {role}.optimizer.on_host: true; ",
     "log_probs": "lower {role}.micro_batch_tokens; ",
     "sync_weights": "lower weight_sync.bucket_mb; ",
 }
-"""Settings to change if a phase runs out of memory."""
+"""{phase: settings to change if GPU memory runs out in it}."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
-"""Advice for running out of GPU memory in any phase, appended to the phase's own in REMEDIES."""
+"""Advice after that of REMEDIES, for any phase in which GPU memory runs out."""
 
 
 @dataclass
@@ -40,15 +40,16 @@ class PhaseWork:
     device: str | None
     seconds: float = 0.0
     runs: list[tuple[float, float]] = field(default_factory=list)
-    """Start (wall clock) and seconds of each run of the phase."""
+    """(start in wall clock time, seconds) of each run of the phase."""
     tokens: float = 0.0
-    """Tokens, prompts included. Ranks of one data parallel replica each count an equal part; the same holds for `flops`."""
+    """Number of tokens, prompts included. The ranks of a data parallel replica share its tokens equally; the same holds for `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Maximum bytes over the phase's runs: GPU memory allocated and reserved by torch, and host memory at the end ("resident")."""
+    """Maximum bytes over the runs of the phase: GPU memory that torch has "allocated" and "reserved", and "resident" host memory at the end
+    of a run."""
 
     moved: Counter[str] = field(default_factory=Counter)
-    """Bytes that loads and offloads moved between device and host: "freed", "out" (to the host), "in"."""
+    """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device, copied or not)."""
 
     @property
     def peak_tflops(self) -> float | None:
@@ -59,11 +60,11 @@ RankWork = dict[str, PhaseWork]
 
 
 class RankPhases:
-    """Measures the phases of this rank, which do not nest."""
+    """Measures the phases of this rank. Phases do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
-        """When memory runs out, a memory snapshot is written to `snapshots`/`name`.pickle; `name` is ROLE-RANK. `loaded` returns the state
-        groups on the device."""
+        """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. When GPU memory runs out, a memory snapshot is written to
+        `snapshots`/`name`.pickle."""
         self._name = name
         self._snapshots = snapshots
         self._loaded = loaded
@@ -71,7 +72,7 @@ class RankPhases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[PhaseWork]:
-        """Measure time and memory of a `with` block. The block adds its tokens and FLOPs to the yielded object."""
+        """Measure time and memory of the block as a run of `phase`. The block adds tokens and FLOPs to the yielded object."""
         on_gpu = torch.cuda.is_available()
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
         if on_gpu:

@@ -19,20 +19,21 @@ from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Sco
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target seconds of one call: long against a remote call's overhead, short because results wait for the whole call."""
+"""Target duration of a call in seconds: long compared with the overhead of a remote call, but short because results wait for the end of the
+call."""
 SLICE_SECONDS = 0.5
-"""Seconds after which a call returns with finished samples: a hanging sample must not delay its batch."""
+"""Seconds after which a call returns what is finished: a sample that hangs must not delay the other samples of its call."""
 MOST_SAMPLES = 64
-"""Maximum samples in one call, and in flight in one worker."""
+"""Maximum number of samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Number of consecutive worker losses, with nothing scored in between, after which all waiting samples fail."""
+"""Number of worker losses in a row, without any sample scored in between, after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor: reward functions run in the main thread. A single `async def` method would move them to another thread."""
+    """Synchronous actor: reward functions run in its main thread. A single `async def` method would make Ray run them in another thread."""
 
     _scorer: BatchScorer
 
@@ -41,7 +42,7 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Return (True if any is async, True if any takes lists of samples, note for the user)."""
+        """Load and warm up the reward functions. Return (whether any is async, whether any takes lists of samples, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
@@ -70,7 +71,7 @@ class PooledWorker(ActorMember):
 
 
 class EpisodeRewards:
-    """RewardClient of domains whose environment gives the rewards; needs no processes."""
+    """RewardClient of a domain whose environment gives the rewards. It needs no processes."""
 
     capacity = math.inf
 
@@ -86,9 +87,10 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient over the reward workers of one domain.
+    """RewardClient that runs the reward workers of one domain.
 
-    A function that hangs or kills its process fails its own sample; the call's other samples are scored again.
+    If a reward function hangs or kills its process, only the sample that it was scoring fails. The other samples of the call are scored
+    again.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -183,7 +185,8 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call: a single sample fails, several are scored again one by one, to find the cause."""
+        """Handle the samples of a failed call. A single sample fails; several samples are scored again, one by one, to find the one that
+        caused the failure."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

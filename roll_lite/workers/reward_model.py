@@ -1,4 +1,4 @@
-"""Rank that holds a reward model, or part of one, and scores texts with it."""
+"""Worker that holds a reward model, or a part of it, and scores texts."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class RewardModelSpec:
 
 
 class NotInitialized(MemberLost):
-    """Error: a restarted process has no model yet."""
+    """Error: the process was restarted and has no model yet."""
 
 
 class RewardModelWorker(Worker):
-    """Rank of a reward model. Its death does not end the run: the client initializes it again."""
+    """Rank of a reward model. Its death does not end the run: Ray restarts the process, and the client in the rollout service initializes
+    it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -71,8 +72,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call it. Only the copy's head
-        rank returns results, other ranks return None."""
+        """Return for each text its score or, if it cannot be scored, the reason. It is a collective call of all ranks of a model copy; the
+        head rank returns the results, the other ranks None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -121,7 +122,7 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Return token ids, or the reason why the text cannot be scored."""
+        """Return the token ids of a text or, if it cannot be scored, the reason."""
         try:
             ids = self._encode(text)
         except Exception as error:  # the model's chat template may raise anything
@@ -136,8 +137,8 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Return token ids. Special tokens are added only to plain text that does not start with BOS; for messages, the chat template
-        writes them."""
+        """Return the token ids of a text. The chat template writes the special tokens of messages; for plain text they are added, unless it
+        starts with BOS."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

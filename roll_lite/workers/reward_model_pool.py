@@ -1,4 +1,4 @@
-"""Clients of reward models, which batch samples and restart dead model copies."""
+"""Clients of reward models: they collect samples into batches and restart copies of the model that died."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from roll_lite.workers.reward_model import NotInitialized
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 WINDOW_SECONDS = 0.003
-"""Seconds that an idle copy waits for a full batch."""
+"""Seconds that an idle copy of the model waits for its batch to become full."""
 RESTART_SECONDS = 600.0
-"""Timeout in seconds for processes to start and load the model."""
+"""Timeout in seconds for the restarted processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a model copy; longer than the timeout of one sample (`timeout_s`)."""
+"""Timeout in seconds of one batch on a copy of the model. It is longer than the timeout of one sample (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -43,7 +43,7 @@ TextJob = ScoringJob[ScoredText, float]
 class Copy:
     actors: tuple[Any, ...]
     head: int
-    """Index of the actor that returns the results."""
+    """Index, in `actors`, of the head rank, which returns the results."""
     under_way: list[TextJob] = field(default_factory=list)
 
 
@@ -57,13 +57,13 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """Return True if the process died, or was restarted by Ray and has no model yet."""
+    """Return True if the process died, or if Ray has restarted it and it has no model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
 class Ranks:
-    """Ranks of a reward model that are restarted together: all ranks with Megatron, a single rank with hf. Ray restarts the processes;
-    `start` then loads the model into them."""
+    """Ranks of a reward model that restart together: all ranks with Megatron, a single rank with hf. Ray restarts their processes; `start`
+    then loads the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -75,7 +75,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, because the driver has loaded the model. Later calls of `start`, after a loss, load it."""
+        """True until the first call of `start`, because the driver has loaded the model. Later calls, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -97,8 +97,8 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank dies or stops answering. Return the cause if it stopped answering; raise MemberLost if it died or was
-        restarted."""
+        """Wait until a rank dies or stops answering. If a rank stopped answering, return the cause; if it died or was restarted, raise
+        MemberLost."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -113,7 +113,8 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks for a restart. Connected ranks cannot accept a replacement, so all are killed."""
+        """Kill the ranks, so that Ray restarts them. If the ranks are connected, all are killed, since they cannot accept a single new
+        rank."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -137,7 +138,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load or offload the model. Offloading ignores dead ranks: scoring the next sample will reveal them."""
+        """Load the model onto devices, or offload it. Offloading ignores dead ranks, because scoring the next sample will notice them."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -170,7 +171,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of one reward model; batches samples of all domains. A copy that loses a process fails its samples and restarts."""
+    """Client of a reward model that several domains may use; a batch may hold samples of all of them. If a copy of the model loses a
+    process, the samples on it fail and it restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -178,7 +180,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         super().__init__(f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), WINDOW_SECONDS)
 
     async def in_service(self) -> None:
-        """Wait for a copy that can score. Raise RewardFailed if none will come."""
+        """Wait until a copy can score. Raise RewardFailed if no copy will."""
         if not self._fleet.is_tended:  # with the first sample: the driver has initialized every rank by then
             self._fleet.tend()
         try:
@@ -195,7 +197,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Wait until all samples are scored, then offload the model (with `offload: true`) until the next sample."""
+        """Wait until all samples are scored. With `offload: true`, then offload the model until the next sample."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:
@@ -246,7 +248,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of one domain: a reward model gives the score, reward workers add further reward terms."""
+    """RewardClient of a domain that uses a reward model. The model gives the score; reward workers compute the further reward terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config
@@ -282,7 +284,8 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return the number of workers and ranks replaced since the last call; ranks of a shared model count for the first caller only."""
+        """Return the number of workers and ranks that were replaced since the last call. If domains share a model, the first caller gets
+        the count of its ranks."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

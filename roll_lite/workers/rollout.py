@@ -1,4 +1,4 @@
-"""Rollout service on Ray: one asynchronous actor with prompts, domains, router and reward workers."""
+"""Rollout service on Ray: an asynchronous actor with the prompts, domains, router and clients of engines and rewards."""
 
 from __future__ import annotations
 
@@ -64,31 +64,31 @@ class RolloutSpec:
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
     nodes: tuple[str, ...] = ()
-    """Node ids for reward and environment workers; empty: any."""
+    """Ids of the nodes on which reward and environment workers may run; empty: any node."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Batch for the driver: rows, and references to their tokens."""
+    """Batch for the driver: rows (`rows`), and references to their tokens (`blocks`)."""
 
     rows: DataProto
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of workers replaced since the last batch, by kind (reward, environment) and domain."""
+    """{"reward" or "environment": {domain: number of workers that were replaced since the last batch}}."""
     silences: list[float] = field(default_factory=list)
-    """Seconds from last answer to loss, for each engine lost since the last batch."""
+    """For each engine lost since the last batch, seconds from its last answer to its loss."""
     ledger: bytes = b""
     state: dict[str, Any] = field(default_factory=dict)
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
+"""Thresholds that make Python's garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Test of a reward, or of one component (base reward or term), with a canned response."""
+    """Test of a reward, or of a component of it (base reward or term), with a canned response."""
 
     domain: str
     place: str
@@ -96,10 +96,10 @@ class Trial:
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient | EpisodeRewards
     is_part: bool = False
-    """True if `pool` is an extra RewardPool for this component, closed after the trial."""
+    """True if `pool` was made only to test this component; it is closed after the test."""
 
     async def problem(self) -> str | None:
-        """Return an error message if no prompt gets a score; a single failure may be a bad reference answer."""
+        """Return an error message if no prompt gets a score: a single failure may be due to a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -139,7 +139,8 @@ class RolloutWorker(AsyncWorker):
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data, start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
+        """Read the data, then start and test the reward workers. `reward_models`: {name: RewardModelWorker actors}. `judges`: {name:
+        address}."""
         models = self._config.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._config.domains.items()}
@@ -157,8 +158,8 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines still missing, as number -> reason;
-        `engine_restarted` adds them later."""
+        """Start serving; `prepare` must have been called. `engines`: InferWorker actors. `absent`: {engine number: reason} of engines that
+        do not serve yet; `engine_restarted` adds them later."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,8 +192,8 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. So a broken reward or
-        environment ends the run early."""
+        """Test each domain on up to three prompts with a canned response: score the response, and play episodes with it. A broken reward or
+        environment thus ends the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -204,8 +205,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before engines start. Of a reward that needs a model or judge of this run, test only the
-        components that need none."""
+        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, test only its
+        components that do not."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -271,7 +272,8 @@ class RolloutWorker(AsyncWorker):
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
+        """Return the next batch of `prompts` prompts: rows of accepted samples, with references to their tokens. `step`: names the files
+        that are written."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
         await self._reward_models_rest()
@@ -292,8 +294,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are already certain to be in the batch being collected, except the groups in
-        `known`. Return none if there are fewer than `least`."""
+        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`;
+        nothing if there are fewer than `least` such groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -308,7 +310,7 @@ class RolloutWorker(AsyncWorker):
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
-        """Add a lost engine's replacement, which has the current weights, to the serving engines."""
+        """Let the replacement of a lost engine serve. `engine`: its InferWorker actor, which must have the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         # The fleet reports only engines that have served.
@@ -319,7 +321,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move an engine's requests to other engines, since its node will leave. Return once it has none."""
+        """Move all requests of an engine to other engines, because its node will leave. Return when the engine has no requests."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -332,7 +334,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all samples."""
+        """Run a validation while batches and weight updates go on. Return rows of the accepted samples, and statistics of all samples."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
@@ -374,12 +376,13 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return the content of a checkpoint file with the samples that were unfinished in `state`; b"" if there are none."""
+        """Return the content of a checkpoint file with the samples that are unfinished in `state`; b"" if there are none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state. `unfinished`: content of the file with its unfinished samples. Return the number of samples that continue."""
+        """Restore a state. `unfinished`: content of the checkpoint's file of unfinished samples. Return the number of samples that
+        continue."""
         saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))
@@ -406,8 +409,8 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, engines also return the token ids that survive top-k,
-    top-p and min-p."""
+    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, the engine also reports, for each token, the ids that
+    survive top-k, top-p and min-p."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

@@ -1,4 +1,4 @@
-"""Output of the rollout service: rows and token references for the driver, JSON lines for people, dumps for replays."""
+"""Outputs of the rollout service: rows and references to tokens for the driver, JSON lines for people, dumps for replays."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 REPORTED = ("level", "subject")
-"""Data columns by whose values a validation reports its results by default."""
+"""Data columns by whose values a validation reports results if `data.report_by` is null."""
 NONE: Mapping[str, Sequence[str]] = {}
 
 # ---------------------------------------------------------------- for the driver
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return one row per branch of each sample. All samples must be accepted and scored. The column `sample` numbers the rows from 0."""
+    """Return a row for each branch of each sample. All samples must be accepted and scored. The column `sample` numbers the rows from 0."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -70,8 +70,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Return by domain the data columns by whose values a validation reports its results. These are `data.report_by` or, if that is null,
-    the columns of REPORTED that are text or numbers in all prompts and have at most MOST_REPORTED values."""
+    """Return {domain: data columns by whose values a validation reports results}. These are `data.report_by` or, if that is null, the
+    columns of REPORTED that hold text or numbers in all prompts and have at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)
@@ -88,7 +88,7 @@ def parts_of(sample: Sample, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], columns: Mapping[str, Sequence[str]]) -> DataProto:
-    """Return the rows of a validation, one per sample. `columns`: the data columns that `reported_columns` returns."""
+    """Return the rows of a validation, one for each sample. `columns`: result of `reported_columns`."""
     parts = [parts_of(sample, columns[group.domain]) for group in groups for sample in group.samples]
     answers = [number for group in groups for number in _answers(group)]
     return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), parts=object_column(parts))
@@ -102,7 +102,8 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Return a Block that refers to the tokens of all rows, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
+    """Return a Block with references to the tokens of all rows, in the order of `rows_of`. `extra`: token columns in addition to
+    TOKEN_COLUMNS."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -115,8 +116,8 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: reward weight of each domain that rewards
-    turns."""
+    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: weight of its
+    reward}."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
@@ -142,7 +143,7 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
-    """Return JSON lines for the ledger; lines about the batch and its groups get `step`."""
+    """Return lines of the ledger as JSON. Lines about the batch of `step` and its groups get the number of the step."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
@@ -152,9 +153,9 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line per sample, including failed ones and greedy baselines. The file appears complete or not at all.
+    """Write a line for each sample, failed ones and greedy baselines included. The file appears only when it is complete.
 
-    `clock_offset`: wall clock minus event loop's clock, in seconds. `columns`: reported columns of held-out samples, as in `held_out_rows`.
+    `clock_offset`: wall clock minus the event loop's clock, in seconds. `columns`: for a validation, the result of `reported_columns`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
@@ -165,7 +166,7 @@ def write_samples(
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Return a JSON line. Lone surrogates, which a program may print, are escaped: UTF-8 cannot encode them."""
+    """Return a record as a line of JSON. Lone surrogates, which UTF-8 cannot encode and a model may print, are escaped."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
@@ -223,7 +224,6 @@ class DumpSpec:
     folder: Path
     config: dict[str, Any]
     tokenizer: str
-    """Checksum of the tokenizer."""
 
     def writing(
         self,
@@ -235,7 +235,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, to be called in a thread. It writes the `stats` as they are now."""
+        """Return a function that writes a dump and may be called in a thread. The dump has `stats` as they are at this call."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(
@@ -244,7 +244,7 @@ class DumpSpec:
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
-    """Fetch blocks; None for blocks lost with their process."""
+    """Fetch blocks; None in place of a block that was lost with its process."""
     try:
         return ray.get(list(references))
     except RayError:

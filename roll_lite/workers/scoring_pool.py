@@ -24,11 +24,11 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """True if the sample must be scored alone next: its last batch hung or killed the worker."""
+    """Whether the sample must be scored alone, because its last batch hung or killed the worker."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples, taken by free workers."""
+    """Queue of samples to score, from which free workers take batches."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
@@ -40,15 +40,15 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     async def _serve(self, member: M) -> None:
-        """Score samples on a worker or model until it is lost."""
+        """Score samples from the queue on one worker or model until it is lost."""
 
     @abstractmethod
     def _lost(self, member: M, cause: str) -> None:
-        """Retry or fail the samples in flight in a lost worker or model."""
+        """Retry or fail the samples that a lost worker or model was scoring."""
 
     @abstractmethod
     def _most(self, member: M) -> int:
-        """Maximum samples in the next batch of a worker or model."""
+        """Return the maximum number of samples in the next batch of a worker or model."""
 
     def newly_replaced(self) -> int:
         return self._fleet.newly_replaced()
@@ -58,7 +58,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         return self._fleet.replaced
 
     async def score(self, item: Item) -> Result:
-        """Return a sample's result. Raise RewardFailed if there is none."""
+        """Return the result of a sample. Raise RewardFailed if it cannot be scored."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
         job = ScoringJob(item, asyncio.get_running_loop().create_future())
@@ -85,7 +85,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Take up to `most` samples from the queue. A sample marked `alone` is taken alone, and only for an idle worker. `joins`: True if
+        """Take up to `most` samples from the queue. A sample marked `alone` is taken without others, and only by an idle worker. `joins`:
         the worker is busy with other samples."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):

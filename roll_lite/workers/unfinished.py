@@ -1,4 +1,4 @@
-"""Checkpoint file of unfinished groups' samples: a Parquet table with their rows."""
+"""Checkpoint file of the samples in unfinished groups: a Parquet table of their token rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of the samples in `found`, given as {group: {index: sample}}. Samples without tokens, or with lost tokens, are
-    left out."""
+    """Return the samples in `found`, {group: {index: sample}}, as a Parquet file. Samples without tokens, or whose tokens are lost, are
+    left out; b"" if none is left."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
@@ -70,8 +70,8 @@ def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> Save
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read the samples in a file. If its token columns are not exactly TOKEN_COLUMNS and `columns`, return no samples. `store`: puts a
-    block into the object store."""
+    """Read the samples in a file: {group: {index: sample}}. Return none if the token columns of the file are not exactly TOKEN_COLUMNS and
+    `columns`. `store`: puts a block into the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):
@@ -92,6 +92,6 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_ids(saved: SavedTurn, row: torch.Tensor) -> SavedTurn:
-    """`row`: token ids up to the end of the response."""
+    """Return the turn with the token ids of its response. `row`: the row's token ids up to the end of the response."""
     response = row[len(row) - saved.turn.length :]
     return replace(saved, turn=saved.turn._replace(ids=to_numpy(response.to(torch.int32)).tobytes()))
