@@ -1,4 +1,4 @@
-"""Agents that talk with the policy over HTTP: match each request with the sampled response that it continues."""
+"""Let agents talk with the policy over HTTP: match each request with the sampled response whose conversation it continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from roll_lite.sandbox import kernel
 MOST_CHARACTERS = 64
 READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
-"""Maximum bytes kept of an agent program's output: the last ones."""
+"""Maximum bytes of an agent program's output that are kept: its end."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
     base_url: str
-    """Base URL for clients of OpenAI's APIs. Anthropic's client needs it without /v1."""
+    """Base URL for clients of OpenAI's APIs. For Anthropic's client, remove the final /v1."""
     api_key: str
     model: str = "policy"
 
@@ -47,7 +47,7 @@ class Endpoint:
 
 
 Agent = Callable[[Task, Endpoint], Awaitable[Any]]
-"""Function that plays an episode; returns a reward, or an answer for the domain's reward to score."""
+"""Function that plays an episode. It returns a reward, or an answer that the domain's reward scores."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class _Node:
     number: int
     ids: list[int]
     length: int
-    """Number of tokens in the conversation up to the response's end."""
+    """Number of tokens of the conversation, up to the end of the response."""
 
 
 class AgentSession:
-    """Conversations of one episode. A request that repeats an earlier request and its reply continues the reply's tokens; any other request
-    is rendered as a new prompt."""
+    """Conversations of one episode. If a request repeats an earlier request and its reply, its new messages are appended to the tokens of
+    that conversation. Otherwise it starts a new conversation."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
@@ -76,7 +76,7 @@ class AgentSession:
         self._policy.refusal = why
 
     def end(self) -> None:
-        """Store the conversations in the `Policy`: the one with the latest response as `messages`, all others as `branches`."""
+        """Store the conversations in the Policy: that with the latest response in `messages`, the others in `branches`."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -118,7 +118,8 @@ class AgentSession:
         return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
-        """Find the latest response that the messages continue. Returns (response or None, messages after it, digest of all messages)."""
+        """Find the latest sampled response that the request repeats. Return (the response or None, messages after it, digest of all
+        messages)."""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -128,8 +129,8 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop string
-        that was found or None)."""
+        """Convert a response for clients: separate the thoughts, cut the text at a stop string, and make call ids unique. Return (message,
+        stop string that was found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
@@ -140,7 +141,8 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Extend a conversation's digest by a message, ignoring outer white space, which clients strip."""
+    """Return the digest of a conversation that is extended by `message`; `before`: its digest so far. White space around texts is ignored,
+    because clients strip it."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 
@@ -150,7 +152,8 @@ def _json(value: Any) -> bytes:
 
 
 def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> EpisodeFunction:
-    """Build the function that plays an episode with an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
+    """Return the function that plays an episode with an agent. `renderer_of`: tools -> renderer. `gives_reward`: whether the agent returns
+    a reward; otherwise it returns an answer to score."""
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 
     server = EndpointServer()
@@ -191,8 +194,8 @@ def _reward(result: Any) -> float:
 
 
 def command_agent(command: Sequence[str]) -> Agent:
-    """Build an agent that runs a program. The program gets the task as JSON on standard input and the endpoint in environment variables;
-    its last line of output is the result."""
+    """Return an agent that runs a program. The program reads the task as JSON from standard input and the endpoint from environment
+    variables. The last line that it prints is the result."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Message = dict[str, Any]
-"""Chat message: role and content. Assistant messages may have tool_calls; tool messages have tool_call_id and name."""
+"""Chat message with `role` and `content`. Messages of the assistant may have `tool_calls`; messages of tools have `tool_call_id` and
+`name`."""
 
 
 @dataclass(frozen=True)
 class Task:
     messages: list[Message]
-    """First prompt: the template's system message, if any, and the row's prompt."""
+    """Messages of the first prompt: the template's system message, if any, and the prompt of the row."""
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    """Seed for the environment's random numbers. In deterministic runs it depends only on the sample."""
+    """Seed for random numbers of the environment. In deterministic runs, it depends only on the sample."""
 
 
 class Step(NamedTuple):
@@ -26,19 +27,20 @@ class Step(NamedTuple):
     reward: float = 0.0
     done: bool = False
     correct: bool | None = None
-    """True: solved. False: cannot be solved. None: not known yet."""
+    """True: the task is solved. False: it cannot be solved any more. None: undecided."""
     metrics: Mapping[str, float] = {}
 
 
 class Environment(Protocol):
-    """Environment of one episode. Methods may be async. A `close` method, if present, is called at the end."""
+    """Environment of one episode, written by users. Methods may be async. If it has a method `close`, this is called at the end."""
 
     def reset(self, task: Task) -> Sequence[Message] | None:
-        """Begin an episode; return the first prompt's messages, or None to use the task's."""
+        """Begin an episode. Return the messages of the first prompt, or None to use those of the task."""
         ...
 
     def step(self, message: Message) -> Step:
-        """Answer a response of the policy. Returns a Step, a tuple of a Step's first fields, or a text, which becomes a user message."""
+        """React to a response of the policy. Return a Step, a tuple with the first fields of a Step, or a text, which becomes a user
+        message."""
         ...
 
 
@@ -58,9 +60,9 @@ def opening(task: Task, text: str) -> list[Message]:
 
 
 def seed_of(task: Task) -> int:
-    """Seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
+    """Return the seed for a generated task. It is the row's column `seed`, if any, so that all samples of a prompt get the same task."""
     return int(task.columns.get("seed", task.seed))
 
 
 class EpisodeOver(Exception):
-    """End of the episode at a limit: no further response is possible. Do not catch it."""
+    """Raised when the episode has reached a limit, so that no further response is possible. Environments must not catch it."""

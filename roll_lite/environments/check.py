@@ -1,4 +1,4 @@
-"""Check environments as their workers load them, before anything starts. This imports users' modules."""
+"""Check environments before the run starts, by loading them as workers do. This imports the users' modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from roll_lite.models.model_files import chat_templates
 
 
 def check_environments(config: RunConfig, makes: bool = True) -> Iterator[Problem]:
-    """Yield the problems of environments. `makes`: also make one environment of each adapter, and ask MCP servers for their tools."""
+    """Yield problems with the environments of all domains. `makes`: also make an environment of each adapter, and ask MCP servers for their
+    tools."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from readable(_environment(config, f"domains.{name}", domain, makes))
@@ -80,7 +81,8 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
 
 
 def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield notes on chat templates with which agents of endpoints cannot have tools, or have them rendered otherwise later."""
+    """Yield (YAML path, message) of chat templates with which agents of endpoints cannot use tools, or with which conversations with tools
+    are rendered differently message by message and as a whole."""
     for name, domain in config.domains.items():
         if isinstance(domain.environment, EndpointEnvironmentConfig) and _has_chat_template(config, domain):
             from roll_lite.data.templates import load_tokenizer
@@ -102,7 +104,7 @@ def _mistake(load: Callable[[], Any], use: Callable[[Any], object] = lambda _: N
 
 
 def _in_time(load: Callable[[], Any], path: str, seconds: float) -> Callable[[], Any]:
-    """Wrap `load` so that it runs in a thread, as in a worker, and raises ValueError if that takes more than `seconds`."""
+    """Return a function that calls `load` in a thread, as workers do, and raises ValueError if this takes more than `seconds`."""
     from roll_lite.environments.episode import Calls
 
     def loaded() -> Any:

@@ -1,4 +1,5 @@
-"""Play episodes in an environment's worker: render messages to tokens and pass them to the policy. Independent of Ray and engines."""
+"""Play episodes in the worker of an environment: render messages to tokens, and pass them to the policy. This module needs neither Ray nor
+engines."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from roll_lite.data.samples import EpisodeRecord, FinishReason
 from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messages_from
 
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
-"""Number of hanging calls at which the worker is replaced, since Python cannot end threads. A call hangs if it still runs STUCK_AFTER_S
-after its caller gave up."""
+"""A call hangs if it still runs STUCK_AFTER_S after its caller gave up. With STUCK_THREADS hanging calls, the worker is replaced, because
+Python cannot end threads."""
 
 
 class Renderer(Protocol):
@@ -33,18 +34,18 @@ class Renderer(Protocol):
         ...
 
     thinking: bool
-    """True if the generation prompt already opens the thoughts (<think>), so that responses lack the opening tag."""
+    """True if the generation prompt ends with the opening tag of the thoughts (<think>), so that responses do not have that tag."""
 
     def text(self, text: str) -> list[int]:
-        """Tokenize a whole prompt without a template."""
+        """Tokenize a prompt that is given as text, without a template."""
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
-        """Count the tokens of the messages' contents without the template's text."""
+        """Return the number of tokens in the contents of the messages, without the text that the template adds."""
         ...
 
     def difference(self) -> str | None:
-        """Describe where an episode's tokens differ from the whole conversation rendered at once; None if nowhere."""
+        """Describe where the tokens of an episode differ from the whole conversation rendered at once; None if they are equal."""
         ...
 
 
@@ -52,7 +53,7 @@ class Begin(NamedTuple):
     episode: int
     task: Task
     max_tokens: int
-    """Maximum tokens after the first prompt, in responses and the messages between them."""
+    """Maximum tokens after the first prompt: responses, and messages between responses."""
 
 
 class Answer(NamedTuple):
@@ -71,11 +72,11 @@ class Ask(NamedTuple):
     episode: int
     number: int
     after: int | None
-    """Number of the response that the new tokens follow; None: they are a prompt."""
+    """Number of the response that the new tokens follow; None: the new tokens start a conversation."""
     ids: bytes
-    """New tokens, int32."""
+    """Token ids of the new tokens, int32."""
     most: int | None
-    """Maximum tokens of the response; None: all that are left."""
+    """Maximum tokens of the response; None: all tokens that are left."""
     stop: tuple[str, ...] = ()
 
 
@@ -83,7 +84,7 @@ class Ended(NamedTuple):
     episode: int
     record: EpisodeRecord
     finish_reason: FinishReason | None
-    """Why the episode ended, if a limit ended it."""
+    """Limit that ended the episode, or STOP if an agent ended by itself; otherwise None."""
 
 
 class Failed(NamedTuple):
@@ -93,7 +94,7 @@ class Failed(NamedTuple):
 
 Event = Ask | Ended | Failed
 EpisodeFunction = Callable[[Task, "Policy"], Awaitable[Any]]
-"""Function that plays one episode. It may return the last response's reward; a bool also sets whether the episode was solved."""
+"""Function that plays one episode. It may return the reward of the last response; a bool also tells whether the task was solved."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Limits:
     max_prompt_tokens: int
     max_turn_tokens: int | None = None
     last_reward: bool = False
-    """True: the score is the last response's reward; False: the sum of all."""
+    """True: the score is the reward of the last response. False: it is the sum of all rewards."""
 
 
 class Response(NamedTuple):
@@ -116,21 +117,21 @@ class Policy:
     def __init__(self, number: int, renderer: Renderer, limits: Limits, room: int, ask: Callable[[Ask], None]) -> None:
         self.messages: list[Message] = []
         self.correct: bool | None = None
-        """True if solved; None: the score decides."""
+        """Whether the task was solved; None: the score decides."""
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
         self.answer: str | None = None
-        """Answer to score instead of the last response."""
+        """Answer to be scored instead of the last response; None: the last response is scored."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode reached, or STOP if an agent ended by itself. A further response resets it to None."""
+        """Limit that the episode has reached, or STOP if an agent ended by itself. Sampling another response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None
-        """Limit that was reached last: (reason, explanation)."""
+        """(reason, explanation) of the limit that was reached last; None if no limit was."""
         self.refusal: str | None = None
-        """Why an agent's last refused request was refused."""
+        """Why the last refused request of an agent was refused."""
         self.cancelled = False
         self.limits = limits
         self.room = room
-        """Tokens left after the first prompt, for responses and the messages between them."""
+        """Tokens that are left for responses and for messages between responses."""
         self.timer: asyncio.Timeout | None = None
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = number
@@ -143,7 +144,7 @@ class Policy:
         self._given = self._template = self._sampled = 0
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
-        """Add messages, and let the policy respond. Raises EpisodeOver at a limit."""
+        """Append messages to the conversation, and let the policy respond. Return its message. Raise EpisodeOver at a limit."""
         if self._answers:
             raise RuntimeError("the policy was asked for a response while it writes another one")
         new = messages_from(messages)
@@ -166,8 +167,9 @@ class Policy:
     async def sample(
         self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
     ) -> Response:
-        """Let the policy respond to new tokens, which render `messages`. `after`: number of the response that they follow; None: they are a
-        prompt. `most`: maximum tokens of the response; None: all that are left."""
+        """Append tokens to a conversation, and sample a response. `messages`: the messages from which `ids` were rendered. `after`: number
+        of the response before these tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are
+        left."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)
@@ -270,7 +272,7 @@ class Player:
                 self._policies[order.episode].answered(order)
 
     def note(self) -> str | None:
-        """Note for the user about the rendering, or None."""
+        """Return a note for the user about how conversations are rendered, or None."""
         return self._renderer.difference()
 
     @property
@@ -278,7 +280,7 @@ class Player:
         return self._calls.stuck
 
     async def events(self, max_wait_s: float) -> list[Event]:
-        """Return the events since the last call. Waits for the first, at most `max_wait_s`."""
+        """Return the events since the last call. If there are none, wait at most `max_wait_s` for the first."""
         if not self._events:
             self._changed.clear()
             try:
@@ -331,7 +333,8 @@ def _told(error: BaseException) -> str:
 
 
 class Calls:
-    """Caller of user functions: async ones run in the event loop, others in a thread each, since they may block."""
+    """Calls functions of the user: async functions in the event loop, other functions each in its own thread, because they may block.
+    `stuck`: number of calls that hang."""
 
     def __init__(self) -> None:
         self.stuck = 0

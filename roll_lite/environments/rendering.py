@@ -1,7 +1,8 @@
-"""Render an episode's messages to tokens. Sampled responses keep their tokens; only the text after them is rendered and tokenized.
+"""Render the messages of an episode to tokens. Sampled responses keep their tokens; only the text after a response is rendered and
+tokenized.
 
-Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it spells one, it is split after the first
-character and tokenized in parts.
+Text of users, tools and environments never becomes an added token such as `<|im_end|>`: if it spells one, it is split after the first
+character, and the parts are tokenized separately.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Content of the dummy assistant message that stands for a response when the template is rendered. Letters and digits, which trimming and
-JSON leave unchanged."""
+"""Content of a dummy assistant message that stands for a response when the template is rendered. It has only letters and digits, which
+trimming and JSON do not change."""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
@@ -36,13 +37,13 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Placeholder for schemas of tools that are not known yet: an agent's, and those that need a started sandbox or index."""
+"""Schema that stands for tools whose schemas are not known yet: those of agents, and tools that need a started sandbox or index."""
 
 
 class ChatRenderer:
-    """Renderer by a chat template. `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path to name in error
-    messages. `call_format`: form of tool calls; None: detect it from the template. `end_ids`: further tokens that end a response, besides
-    the template's and the tokenizer's EOS (Llama's <|eom_id|>)."""
+    """Renderer with a chat template. `arguments`: variables of the template. `tools`: OpenAI schemas. `setting`: YAML path for error
+    messages. `call_format`: format of tool calls; None: found out from the template. `end_ids`: tokens that end a response, in addition to
+    the template's and the tokenizer's (such as Llama's <|eom_id|>)."""
 
     def __init__(
         self,
@@ -63,12 +64,12 @@ class ChatRenderer:
         self._setting = setting
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools for rendering continuations; None if they make no difference there, which saves time."""
+        """Tools for rendering what follows a response; None, which is faster, if they make no difference there."""
         self._needs_calls = bool(tools)
-        """True if the dummy response before tool results must have calls, because the template otherwise renders the results
-        differently."""
+        """Whether the dummy response before tool results must have tool calls, because the template renders the results differently
+        otherwise."""
         self._closing = self._after([], prompt=False)
-        """Text after the last assistant message's content."""
+        """Text that the template writes after the content of the last assistant message."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
         self._ends = {*end_ids, tokenizer.eos_token_id, self._end} - {None}
         self._check()
@@ -82,8 +83,8 @@ class ChatRenderer:
         return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a response and the next: the end of the assistant's message (unless sampled), the new messages, the
-        generation prompt."""
+        """Return the tokens from the end of a response to the start of the next: the end of the assistant's message, unless the response
+        has it already, the new messages, and the generation prompt."""
         ids = self._text.encode(self._following(self._guarded(messages)))
         last = response_ids[-1] if response_ids else None
         place, first = self._text.first_added(ids)
@@ -99,11 +100,12 @@ class ChatRenderer:
         return sum(len(self._text.encode(one.get("content") or "")) for one in self._guarded(messages))
 
     def message(self, response_ids: Sequence[int]) -> Message:
-        """Convert a response to an assistant message. A malformed tool call has a `problem`."""
+        """Convert a response to an assistant message. A malformed tool call gets a field `problem`."""
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
-        """Describe by an example where an episode's tokens differ from the template applied to the whole conversation; None if nowhere."""
+        """Describe by an example where the tokens of an episode differ from the template applied to the whole conversation; None if they
+        are equal."""
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
@@ -133,7 +135,8 @@ class ChatRenderer:
                 start = number + 1
 
     def _check(self) -> None:
-        """Refuse a template that leaves out new messages or tools, and find out what continuations need."""
+        """Raise ValueError if the template leaves out new messages or tools. Find out whether rendering after a response needs calls and
+        tools."""
         if self._tools and self._render([QUESTION], self._tools) == self._render([QUESTION], None):
             raise ValueError(f"{self._setting}: the chat template ignores tools; {self._remedy}, or leave out the tools")
         kinds = [NEXT, RESULT] if self._tools else [NEXT]
@@ -171,7 +174,7 @@ class ChatRenderer:
         return self._after(messages)
 
     def _after(self, messages: list[Message], calls: list[Any] | None = None, prompt: bool = True) -> str:
-        """Render a dummy response (SENTINEL) and these messages; return the text after the sentinel."""
+        """Render a dummy response (SENTINEL) followed by `messages`, and return the text after the sentinel."""
         response = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": SENTINEL}
         _, found, text = self._render([QUESTION, response, *messages], self._later_tools, prompt).rpartition(SENTINEL)
         if not found:
@@ -189,8 +192,8 @@ class ChatRenderer:
 
 
 class PlainRenderer:
-    """Renderer for base models: contents joined, without roles. `written`: the domain's template. Added tokens that occur in it, such as
-    `<|im_end|>`, stay tokens in prompts."""
+    """Renderer for base models: it joins contents, without roles. `written`: text of the domain's template. Added tokens in this text, such
+    as `<|im_end|>`, stay tokens in prompts."""
 
     thinking = False
 
@@ -231,8 +234,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Keep added tokens out of text of users and tools: `guard` marks where to split texts that spell them, `encode` tokenizes the
-    parts."""
+    """Tokenizes text of users and tools so that it contains no added token. `guard` inserts marks where a text spells such a token;
+    `encode` splits the text at the marks and tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder
@@ -245,8 +248,8 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """Mark, in all texts of a value, where `encode` must split the spelling of added tokens such as `<|im_end|>`, so that they become
-        plain text. `only_special`: only special tokens."""
+        """Insert marks into all texts of a value where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as
+        plain text. `only_special`: do so only for special tokens."""
         if isinstance(value, str):
             text = value.encode("utf-16", "surrogatepass").decode(
                 "utf-16", "replace"
@@ -257,7 +260,7 @@ class _GuardedText:
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, start: bool = False) -> list[int]:
-        """Tokenize a marked text. `start`: no text precedes it."""
+        """Tokenize a text that `guard` has marked, in parts. `start`: whether the text starts the sequence."""
         parts = text.split(self.mark)
         first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
         return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
@@ -269,22 +272,22 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is prepended and its tokens
-        are dropped."""
+        """Tokenize a text that follows another. SentencePiece adds a space at the start of a text, so a line break is put before it and its
+        tokens are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)
 
 
 def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
-    """Build a pattern for the first character of each occurrence of these texts, even if overlapping."""
+    """Return a pattern that matches the first character of each occurrence of one of the texts, also of overlapping occurrences."""
     tails = _tails(text for text in texts if len(text) > 1 and not text.isspace())
     return re.compile("|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in tails.items()) or "(?!)")
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Build a pattern for any of these texts, to be used in a lookahead. It is a prefix tree, since models have thousands of added
-    tokens."""
+    """Return a pattern that matches any of the texts, for a lookahead. It has the form of a prefix tree, because models have thousands of
+    added tokens."""
     if "" in texts:
         return ""
     branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]

@@ -1,4 +1,4 @@
-"""Find tool calls in sampled responses, in the formats of common model families; describe Python functions as tools."""
+"""Find tool calls in sampled responses, in the formats of common model families. Describe Python functions as tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-"""Markup of calls and thoughts that parsers need. These tokens stay in the decoded text even if they are special tokens."""
+"""Tags of calls and thoughts that the parsers need. They stay in the decoded text even if they are special tokens."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 """End of a tool call in the format `hermes`. The closing tag may be missing."""
@@ -26,14 +26,14 @@ PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<par
 LLAMA_START = re.compile(r'<\|python_tag\|>|(?=\{\s*"(?:name|type)"\s*:)')
 LLAMA_CODE = re.compile(r'<\|python_tag\|>(?!\s*\{\s*"(?:name|type|parameters|arguments)"\s*:)')
 INTERPRETERS = ("python", "code_interpreter", "ipython")
-"""Names of tools that get the plain code which Llama writes after <|python_tag|>."""
+"""Names of tools that are given the plain code which Llama writes after <|python_tag|>."""
 MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"[\s;]*")
 DECODER = json.JSONDecoder()
 
 
 class _Malformed(str):
-    """Reason why a text is no valid call."""
+    """Reason why a text is not a valid call."""
 
 
 class _Found(NamedTuple):
@@ -44,9 +44,9 @@ class _Found(NamedTuple):
 
 class Parsed(NamedTuple):
     content: str
-    """Text without the markup of calls; thoughts included."""
+    """Text of the response with its thoughts, but without the markup of calls."""
     calls: list[dict[str, Any]]
-    """Calls in OpenAI's form, with arguments as a dict. A malformed call has a `problem` and its `text`."""
+    """Calls in OpenAI's form, except that arguments are dicts. A malformed call has the fields `problem` and `text`."""
 
 
 def family_of(chat_template: str) -> CallFormat | None:
@@ -60,8 +60,8 @@ def family_of(chat_template: str) -> CallFormat | None:
 
 
 class ToolCallParser:
-    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, used to convert arguments that a format
-    writes as plain text. `thinking`: the prompt already ends with the opening `<think>` tag."""
+    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, by which arguments that are written as
+    plain text are converted. `thinking`: whether the prompt ends with the opening tag of the thoughts."""
 
     def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +98,7 @@ class ToolCallParser:
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
-    """Split a response into thoughts and the rest. `thinking`: the generation prompt has opened the thoughts."""
+    """Split a response into (thoughts, rest). `thinking`: whether the prompt ends with the opening tag of the thoughts."""
     for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
         text = content.lstrip()
         if text.startswith(opening) or (thinking and closing in text):
@@ -222,7 +222,8 @@ assert set(FINDERS) == set(get_args(CallFormat))
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Build the OpenAI schema of a function from its type hints and Google-style docstring; ValueError if either is incomplete."""
+    """Return the OpenAI schema of a function, from its type hints and its Google-style docstring. Raise ValueError if either is
+    incomplete."""
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
     name = getattr(function, "__name__", type(function).__name__)

@@ -15,11 +15,11 @@ LEFT_OUT = "\n[... the middle is left out: the result is too long ...]\n"
 
 
 class ToolError(Exception):
-    """Failure of a call; the model reads the message as the call's result."""
+    """Failed tool call. The model reads the message as the result of the call."""
 
 
 class ToolLost(Exception):
-    """Loss of a tool's backend, such as a server. The episode attempt fails."""
+    """Error: the backend of a tool, such as a server, was lost. The attempt at the episode fails."""
 
 
 LOST = (ToolLost, SandboxTrouble)
@@ -31,8 +31,8 @@ class Tools(Protocol):
     def schemas(self) -> Sequence[dict[str, Any]]: ...
 
     def opened(self, task: Task) -> AbstractAsyncContextManager[Call]:
-        """Return a context manager for one episode, which gives the function that makes calls. It is entered before the first call of these
-        tools and left at the episode's end."""
+        """Return a context manager that yields the function for calls of one episode. It is entered before the first call of these tools,
+        and left at the end of the episode."""
         ...
 
 
@@ -50,7 +50,7 @@ class FunctionTool:
 
 
 def play_tools(tools: Sequence[Tools], max_chars: int) -> EpisodeFunction:
-    """Build the function that plays an episode: the policy calls tools until a response has no call."""
+    """Return the function that plays an episode: the policy calls tools until a response has no call."""
     by_name = {schema["function"]["name"]: one for one in tools for schema in one.schemas}
 
     async def play(task: Task, policy: Policy) -> None:

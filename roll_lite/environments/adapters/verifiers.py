@@ -22,8 +22,8 @@ _set_handler = signal.signal
 
 
 def _set_in_main_thread(number: int, handler: Any) -> Any:
-    """Like signal.signal, but keep the handlers of SIGINT and SIGTERM if called outside the main thread. Environments of verifiers set
-    these handlers, workers make environments in other threads, and there signal.signal raises ValueError."""
+    """Replace signal.signal: outside the main thread, leave the handlers of SIGINT and SIGTERM as they are. Environments of verifiers set
+    these handlers when they are made; workers make environments in other threads, where signal.signal raises ValueError."""
     if threading.current_thread() is threading.main_thread() or number not in (signal.SIGINT, signal.SIGTERM):
         return _set_handler(number, handler)
     return signal.getsignal(number)
@@ -33,7 +33,8 @@ signal.signal = _set_in_main_thread  # type: ignore[assignment]
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Return the function that plays an episode, and the environment's tool schemas; ValueError if the environment cannot be loaded."""
+    """Return the function that plays an episode, and the schemas of the environment's tools. Raise ValueError if the environment cannot be
+    loaded."""
     search_current_folder()
     place, arguments = f"{path}.id: {settings.id!r}", settings.args
     try:
@@ -59,7 +60,7 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Epi
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
-    """Model client for verifiers. Its requests contain the whole conversation; the policy gets only the new messages."""
+    """Model client for verifiers. Each request of verifiers has the whole conversation; only its new messages are passed to the policy."""
 
     def __init__(self, policy: Policy, tools: Sequence[str]) -> None:
         super().__init__(policy)

@@ -1,4 +1,4 @@
-"""Common form of requests to the endpoint's APIs, and rules for their parameters."""
+"""Common form of requests to the APIs of the endpoint, and rules for their parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OVERRIDDEN = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("reasoning", "reasoning_effort", "thinking", "output_config"),
 )
-"""Parameters that the run's own settings override."""
+"""Parameters of requests that have no effect, because the run's own settings apply."""
 _DISTORTS = "it would change the probabilities that training relies on; leave it out"
 _FREE_FORM = "describe the wanted form in the prompt"
 _REFUSED: Sequence[tuple[str, Any, str]] = (
@@ -33,21 +33,23 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Refused parameters: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones such as null and 0."""
+"""Parameters that make a request fail: (names, harmless value, remedy). The harmless value and empty values such as null and 0 are
+allowed."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
     messages: list[Message]
-    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts; invalid JSON stays text."""
+    """Messages with the roles system, user, assistant and tool, and texts as contents. Arguments of tool calls are dicts; if they are not
+    valid JSON, they stay text."""
     tools: list[Json]
     max_tokens: int | None
     stop: tuple[str, ...]
     text: str | None = None
-    """Prompt of the completions API, which has no messages."""
+    """Prompt of the completions API, which has no messages; None for the other APIs."""
     overridden: tuple[str, ...] = ()
     gives_thoughts: bool = True
-    """False: the client gets the response without its thoughts, so it cannot repeat them."""
+    """False if the client gets the response without its thoughts, so that it cannot repeat them in the next request."""
 
 
 class ChatReply(NamedTuple):
@@ -56,22 +58,22 @@ class ChatReply(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     stop_sequence: str | None = None
-    """The request's stop string that ended the response."""
+    """Stop string of the request that ended the response; None if none did."""
 
 
 class Session(Protocol):
     async def respond(self, request: ChatRequest) -> ChatReply:
-        """Sample a response. EpisodeOver if no further one is possible, ValueError for a bad request."""
+        """Sample a response. Raise EpisodeOver if no further response is possible, ValueError if the request is wrong."""
         ...
 
     def refused(self, why: str) -> None:
-        """Note that a request got an error instead, other than that the episode is over."""
+        """Note that a request was answered with an error. Not called if the reason is that the episode is over."""
         ...
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Convert a reply to the form in which clients repeat it in later requests. The text of a malformed tool call becomes the call's
-    arguments or, if the call has no name, part of the content."""
+    """Return a reply in the form in which clients repeat it in later requests. The text of a malformed tool call becomes the arguments of
+    the call or, if the call has no name, part of the content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
@@ -152,7 +154,7 @@ class _Tool(BaseModel):
 
 
 class ApiRequest(BaseModel, ABC):
-    """Body of a request to one of the APIs; builds the API's response."""
+    """Body of a request to one of the APIs. It also builds the responses of its API."""
 
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
@@ -163,7 +165,7 @@ class ApiRequest(BaseModel, ABC):
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
     tool_choice: Annotated[str, BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")] = "auto"
-    """`none`: the prompt has no tools. All other values act as `auto`, since a call cannot be forced."""
+    """With `none`, the prompt has no tools. All other values act as `auto`, since the model cannot be forced to call a tool."""
 
     @model_validator(mode="before")
     @classmethod
@@ -178,7 +180,7 @@ class ApiRequest(BaseModel, ABC):
         return body
 
     def request(self) -> ChatRequest:
-        """Convert to the common form; ValueError for invalid messages."""
+        """Return the request in the form common to all APIs. Raise ValueError if messages are invalid."""
         messages = [_slim(one.model_dump()) for one in _Conversation.model_validate({"messages": self.conversation()}).messages]
         names: dict[str, str] = {}
         for message in messages:
@@ -201,13 +203,12 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def conversation(self) -> list[Message]:
-        """Messages in the form of chat completions, not validated."""
+        """Return the messages in the form of chat completions, not validated."""
 
     @abstractmethod
     def response(self, reply: ChatReply) -> Json:
-        """Return the response body in this API's format. `reply` is in the form that clients send back in later requests (see
-        `as_sent`)."""
+        """Return the body of the response in the format of this API. `reply`: as converted by `as_sent`."""
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:
-        """Yield the data of each server-sent event. If the data has a field `type`, this is also sent as the event's name."""
+        """Yield the data of each server-sent event of the response. If the data has a field `type`, the event is also named so."""
