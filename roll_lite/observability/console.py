@@ -1,4 +1,4 @@
-"""Terminal output of a run: one line per step, a table at the end."""
+"""Terminal output of a run: a line for each step, and a table at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRESS_EVERY_S = 10.0
 START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
 SMALLEST_CHANGE = 0.05
-"""Changes below this many percentage points are shown as 0."""
+"""Changes of accuracy by less than this many percentage points are shown as 0."""
 SHORT_PHASES = {
     "sync_weights": "sync",
     "generate": "gen",
@@ -49,7 +49,7 @@ class Cell:
 
 
 class _LastingConsole(Console):
-    """Console that stops printing when its reader is gone (`| head`, a closed terminal), while the run continues."""
+    """Console that stops printing when its reader is gone (`| head`, a closed terminal). The run continues."""
 
     _shown = False
 
@@ -61,7 +61,7 @@ class _LastingConsole(Console):
             self.on_broken_pipe()
 
     def show(self, line: str) -> None:
-        """Show a temporary line, in place of the one before."""
+        """Show a temporary line; it replaces the temporary line before it."""
         self._shown = True
         self._write(f"{START_OF_LINE}{line}")
 
@@ -109,7 +109,7 @@ class RunConsole:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which `progress` may be called. Clears the progress line at the end."""
+        """Context in which `progress` may be called. At its end, the progress line is removed."""
         self._last_progress = self._clock()
         try:
             yield
@@ -117,8 +117,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show progress: a temporary line or, if the output is no terminal, at most one line in 10 s. `domains`: domain -> (generated,
-        scored, wanted) samples."""
+        """Show the progress of a batch or validation. On a terminal this is a temporary line, otherwise a line every 10 s. `domains`:
+        {domain: (generated, scored, wanted) samples}."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -142,7 +142,8 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show held-out results: in columns below the step's line if this step was printed last, else as sentences."""
+        """Show the results of a validation. If the last line was that of the same step, they are shown in its columns, otherwise as
+        sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -159,15 +160,15 @@ class RunConsole:
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
     def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
-        """Show held-out accuracy before and after training, and repeat the warnings."""
+        """Show the held-out accuracy before and after training, and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
             self._accuracy_table(accuracy, held_out)
         for finding in findings:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
     def evaluation(self, results: Results) -> None:
-        """Show a table of metrics with a row for each domain, for each part of a domain (samples with one value of a `report_by` column),
-        and for all domains together."""
+        """Show a table of metrics. It has a row for each domain, for each part of a domain (samples with the same value of a `report_by`
+        column), and for all domains together."""
         overall = results[OVERALL]
         k = largest_k(f"validation/{name}" for name in overall)
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]
@@ -191,8 +192,8 @@ class RunConsole:
         self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
 
     def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
-        """Show the number of steps, the time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: last step before
-        the run was resumed; 0 if it was not."""
+        """Show the number of steps, the time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: step after which
+        the run was resumed; 0 if it was not resumed."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         self.message(f"{'evaluated' if steps is None else done} in {_duration(seconds)}; everything is in {folder}")
 

@@ -16,16 +16,17 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Curves with more steps than this also show a running mean."""
+"""Number of steps above which a curve also shows its running mean."""
 
 FEW_POINTS = 4
-"""Curves with fewer points are drawn with dots: a line through one point is invisible."""
+"""Number of points below which a curve is drawn with dots: a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Draw curves into the file `path`, replaced atomically. Return None without metrics."""
+    """Draw the run's curves into the file `path`, which is replaced atomically. Return None if there are no metrics. `warnings`: shown in
+    the picture."""
     if not any(records.values()):
         return None
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.

@@ -1,4 +1,4 @@
-"""Folder of a run (run_dir/experiment/start time), and the link run_dir/latest to the newest."""
+"""The folder of a run, run_dir/experiment/start time, and the link run_dir/latest to the newest run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from roll_lite.files import kind_of, remote_folder, try_store
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
-"""Matches names of files and folders that belong to one step."""
+"""Names of files and folders that belong to one step."""
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
-    """Make a new folder, even if two runs start in the same second."""
+    """Make the folder of a new run. If several runs start in the same second, each gets its own folder."""
     parts = Path(experiment).parts
     if not parts or parts[0] == LATEST or ".." in parts or Path(experiment).is_absolute():
         raise ValueError(f"experiment: {experiment!r} names no folder of its own under {run_dir}; a plain name such as `my_run` does")
@@ -47,7 +47,7 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other drivers; ValueError if it is locked. The lock ends with the process."""
+    """Lock a run's folder against other drivers. Raise ValueError if it is locked already. The lock ends with the process."""
     with (folder / LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder of the experiment's runs or, with checkpoint.store, the folder of their checkpoints in this store."""
+    """Return the folder with the experiment's runs. With `checkpoint.store`, return the folder in the store that has their checkpoints."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -67,13 +67,13 @@ def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
 
 
 def continues_in_folder(config: RunConfig, run_folder: Path) -> bool:
-    """True if a resumed run continues in its checkpoint's folder (`checkpoint.resume: auto`)."""
+    """Return True if a resumed run continues in the folder of its checkpoint's run (`checkpoint.resume: auto`)."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Write config.yaml; an older, different one is renamed to config-1.yaml, config-2.yaml, ..."""
+    """Write config.yaml. If it exists with another content, rename the old file to config-1.yaml, config-2.yaml and so on."""
     file = folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         file.rename(next(older for number in count(1) if not (older := folder / f"config-{number}.yaml").exists()))
@@ -81,10 +81,9 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Prepare the folder of a run that resumes after `step`: remove what the run writes again, that is, later steps, and validations from
-    `step` on.
+    """Remove what a run that resumes after `step` writes again: records of later steps, and of validations at `step` and later.
 
-    `files`: JSON-lines files to cut. `folders`: also remove files and folders named after these steps.
+    `files`: JSON-lines files to cut. `folders`: whether to remove also the files and folders that are named after these steps.
     """
     for name in files:
         if not (folder / name).exists():
@@ -123,7 +122,7 @@ def point_latest(run_dir: Path, folder: Path) -> None:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Check that run_dir, or its nearest existing parent, is a writable folder."""
+    """Yield a problem if run_dir, or the nearest parent that exists, is not a writable folder."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
@@ -147,7 +146,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Return the checkpoint or run that a run resumed from; None if it was not resumed, or continued in its own folder."""
+    """Return the checkpoint or run from which a run resumed; None if it did not resume, or continued in its own folder."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

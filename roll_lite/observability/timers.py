@@ -1,4 +1,5 @@
-"""Times of a step's phases, for one thread. Nested phases are recorded as `outer/inner`, and count in the outer phase too."""
+"""Measure the times of a step's phases, for one thread. Nested phases are recorded as `outer/inner`; their time is part of the outer
+phase's too."""
 
 from __future__ import annotations
 
@@ -18,14 +19,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """Time in a phase of the driver or, with `role` and `rank`, of a training rank."""
+    """Interval spent in a phase by the driver or, with `role` and `rank`, by a training rank."""
 
     name: str
     start: float
-    """Unix time in seconds, by the clock of the span's node."""
+    """Unix time in seconds, by the clock of the node that measured it."""
     seconds: float
     parent: str = ""
-    """Name of the driver's span that encloses this one; empty for the span of the whole step."""
+    """Name of the driver's span that contains this one; empty for the span of the whole step."""
     role: str = ""
     rank: int | None = None
 
@@ -37,10 +38,10 @@ class Span:
 class StepTimes:
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of the outermost phases, in order of their first start."""
+    """Seconds of the outermost phases, in the order in which they first started."""
     inner: dict[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
-    """The step and its phases, outer ones first."""
+    """Spans of the step and its phases; outer spans come before inner ones."""
 
     @property
     def other(self) -> float:
@@ -53,7 +54,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Maps a phase's name to a context manager (such as a time limit) to enter around it."""
+        """Function that returns, for the name of a phase, a context manager to enter around the phase, such as a time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
@@ -64,7 +65,7 @@ class StepTimers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time a step. A failed step keeps its times so far."""
+        """Measure a step. If the step fails, the times until then are kept."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running, self._spans = {}, []
         start, since = self._clock(), time.time()
@@ -100,7 +101,7 @@ class StepTimers:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 
     def part(self, name: str, seconds: float) -> None:
-        """Add time to a part of the current phase; parts may overlap."""
+        """Add `seconds` to a named part of the current phase. Parts may overlap in time."""
         if self._running is not None:
             path = "/".join([*self._open, name])
             self._running[path] = self._running.get(path, 0.0) + seconds
@@ -117,7 +118,7 @@ T = TypeVar("T", bound=HasTimers)
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Time each call of a method as this phase; the object needs `timers`."""
+    """Decorator: measure each call of a method as phase `name`. The object must have `timers`."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)

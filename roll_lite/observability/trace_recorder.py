@@ -6,17 +6,18 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler. Records CPU operations of the thread that starts it and of its backward passes, and all GPU kernels of the process.
+    """Profiler. It records CPU operations of the thread that starts it and of that thread's backward passes, and all GPU kernels of the
+    process.
 
-    Failures are returned, not raised: they must not end a run.
+    Failures are returned, not raised, because they must not end a run.
     """
 
     _recording: torch.profiler.profile | None = None
 
     def trace(self, file: str | Path | None) -> str:
-        """Start a recording or, with a file, end it and write a Chrome trace. Return the failure, or an empty text.
+        """Start recording or, with `file`, stop recording and write a Chrome trace. Return an error text, empty on success.
 
-        A start drops an unfinished recording.
+        A start discards a recording that was not stopped.
         """
         recording, self._recording = self._recording, None
         try:

@@ -1,4 +1,4 @@
-"""Web server of `roll-lite view`: the page, and its data as JSON."""
+"""Web server of `roll-lite view`: it serves the page, and the page's data as JSON."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
     "timeline": lambda run, given: run.timeline(int(given["step"][0])),
     "config": lambda run, given: run.config(),
 }
-"""Path below /api/ -> function that answers it for one run."""
+"""{path below /api/: function that answers a request for one run}."""
 
 
 class Viewer:
-    """Runs at the given places; new ones are found when the page asks for the list."""
+    """Answers requests about the runs at `places`. New runs are found when the page asks for the list of runs."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
@@ -54,7 +54,7 @@ class Viewer:
         self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the states of all runs, and update their indexes in the background."""
+        """Return the states of all runs, and start updating their indexes in the background."""
         with self._lock:
             for name, folder in find_runs(self._places).items():
                 if name not in self._runs:
@@ -85,7 +85,8 @@ class Viewer:
 
 
 def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application:
-    """Build the server. On a local address it answers only local host names, so that no foreign page can query it."""
+    """Return the web application. If `host` is a local address, it answers only requests for local host names, so that no foreign web page
+    can query it."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
