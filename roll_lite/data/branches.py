@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has one row, or several if its agent's conversation branched. A batch has the column `branch` only
-if one of its samples has several rows."""
+"""Map samples to training rows. A sample has one row, or several if the conversation of its agent branched. A batch has the column `branch`
+only if one of its samples has several rows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from roll_lite.data.samples import Author, Branch
 
 class SampleRows(NamedTuple):
     first: np.ndarray
-    """[samples]: index of each sample's first row."""
+    """[samples]: index of the first row of each sample."""
     sample: np.ndarray
-    """[rows]: index of each row's sample."""
+    """[rows]: index of the sample of each row."""
 
     def total(self, column: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(self.first), dtype=column.dtype).index_add(0, torch.from_numpy(self.sample), column)
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
-    """Map samples to rows. Rows with equal (group, index) belong to one sample; its first row has branch 0."""
+    """Map samples to rows. Rows with the same (group, index) belong to one sample; the first row of a sample has branch 0."""
     identity = torch.stack([group, index], dim=1).numpy()
     _, number = np.unique(identity, axis=0, return_inverse=True)
     first = np.flatnonzero(branch.numpy() == 0)
@@ -35,13 +35,13 @@ def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) 
 
 
 def sample_rows_of(rows: DataProto) -> SampleRows | None:
-    """Map samples to rows; None if every sample has one row."""
+    """Map the samples of a batch to its rows; None if every sample has one row."""
     return sample_rows(rows.tensor("group"), rows.tensor("index"), rows.tensor("branch")) if "branch" in rows else None
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: pairs of a row and the rewards of all responses
-    of its sample, by turn."""
+    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its
+    sample, by turn)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return one row per sample: its first row, but with response_length summed over all its rows, their lowest min_version, highest
-    max_version and largest policy_tokens (the largest, since max_tokens limits each row)."""
+    """Return a batch with one row for each sample: its first row, in which response_length is the sum over its rows, min_version their
+    minimum, and max_version and policy_tokens are their maximum (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Settings that change the sampling distribution; dump and run must agree on them."""
+"""Settings that change the sampling distribution. They must be the same in the dump and in the run."""
 NAMED = 5
 
 
@@ -41,8 +41,8 @@ class DumpHeader:
     tokenizer: str
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Domain -> number of trained `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response) in
-    tokens. Older dumps lack `longest_row`."""
+    """{domain: its number of training `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response
+    together) in tokens}. Older dumps have no `longest_row`."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return step -> dump file. `path`: a folder of dumps, or a run's folder. If the run was resumed, dumps of its earlier steps come from
-    the run that it resumed from. ValueError if there are no dumps."""
+    """Return {step: dump file}. `path`: a folder of dumps or of a run. If that run had resumed, dumps of earlier steps are taken from the
+    run that it resumed from. Raise ValueError if there are no dumps."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -80,7 +80,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Read a dump's metadata. ValueError if the file is damaged, no dump, or of another schema version."""
+    """Return the metadata of a dump. Raise ValueError if the file is damaged, is not a dump, or has another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -195,8 +195,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that settings which affect training equal those of the run that wrote the dumps. If they differ, this run's policy is not the
-    one that sampled, although old_log_probs `current` and `recompute` assume that it is."""
+    """Yield a problem if settings that affect training differ from those of the run that wrote the dumps. This run's policy is then not the
+    policy that sampled, although `current` and `recompute` of old_log_probs assume so."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -238,7 +238,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that did not exist when the dump was written. Settings that fail validation stay unchanged."""
+    """Add the defaults of fields that did not exist when the dump was written. Values that fail validation are returned unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -251,7 +251,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _as_in_header(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as dump headers store it. Raises Refused if a field that the comparison needs is invalid."""
+    """Return the configuration as headers of dumps store it. Raise Refused if a field that is compared is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _validate_all(getattr(config, name))
     return config.model_dump(mode="json")

@@ -16,11 +16,12 @@ from roll_lite.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded rows: token columns [B, T], transition columns (one entry per predicted token) [B, T-1] or [B, T-1, k], row columns [B]."""
+    """Padded rows: columns of tokens are [B, T], of transitions (one entry for each predicted token) [B, T-1] or [B, T-1, k], of rows
+    [B]."""
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: predicted tokens that count in the loss."""
+    """[B, T-1] bool: which predicted tokens count in the loss."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class MicroBatchOutputs:
     distribution: torch.Tensor | None = None
     """[B, T-1, V]: log-probs of the whole vocabulary."""
     final_value: torch.Tensor | None = None
-    """[B]: the critic's value after the last token."""
+    """[B]: value that the critic gives the end of the sequence."""
 
 
 # ---------------------------------------------------------------- planning
@@ -42,15 +43,16 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Pad a micro-batch's tokens to a multiple of this, for sequence and context parallelism."""
+    """The tokens of a micro-batch are padded to a multiple of this number, which sequence and context parallelism need."""
     count: int = 1
-    """The number of micro-batches is made a multiple of this: interleaved pipeline stages run this many per model chunk."""
+    """The number of micro-batches is a multiple of this number, because interleaved pipeline stages process this many at a time per model
+    chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: preferred minimum number of micro-batches.
-        The rank runs this many in any case, to match other ranks or `Multiples.count`; missing ones would be empty."""
+        """Return the row numbers of each micro-batch. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank
+        will run in any case, to match other ranks or `Multiples.count`; fewer are filled up with empty ones."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,14 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plan few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
-    gets its own."""
+    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. A micro-batch has at most `tokens` tokens; a
+    row with more is a micro-batch by itself."""
 
     tokens: int
     rows: int | None = None
     attention_parity_tokens: float = inf
     with_padding: bool = False
-    """Count padding as tokens. Needed for large padded outputs, such as log-probs of the whole vocabulary."""
+    """Count padding as tokens. This is needed if outputs are large and padded, such as log-probs of the whole vocabulary."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -94,7 +96,8 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Group rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row gets its own."""
+    """Puts rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row is a micro-batch by
+    itself."""
 
     tokens: int
     rows: int | None = None
@@ -113,7 +116,8 @@ class PaddedBudget:
 class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
-    """Number of micro-batches that this rank runs, at least 1. If it exceeds the number of `parts`, the last micro-batches are empty."""
+    """Number of micro-batches that this rank runs, at least 1. If it is larger than the number of `parts`, the last micro-batches are
+    empty."""
     tokens_divisor: int = 1
 
     @staticmethod
@@ -123,7 +127,8 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Plan a batch. `agree`: returns the maximum of a number over the ranks that must run equally many micro-batches."""
+        """Return the plan for rows with these lengths. `agree`: returns the maximum of a number over the ranks that must run the same
+        number of micro-batches; None: there are no other ranks."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -138,7 +143,7 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Split a batch; empty micro-batches come last."""
+        """Split a batch into micro-batches; empty ones come last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
@@ -147,7 +152,7 @@ class MicroBatchPlan:
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the micro-batches' outputs [B, T-1, ...] into a host-memory column in batch order."""
+        """Join the outputs of the micro-batches, [B, T-1, ...], into a column in host memory, in the order of the batch."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -156,7 +161,8 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the micro-batches' packed outputs [tokens, ...] into a column in batch order, without the padding at the end."""
+        """Join the packed outputs of the micro-batches, [tokens, ...], into a column in the order of the batch. Padding at the end of an
+        output is dropped."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)
@@ -178,7 +184,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Index that restores batch order; None if the rows are in order."""
+        """Index that restores the order of the batch; None if the rows are in that order."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -187,8 +193,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
-    tokens count in the loss. An empty batch is padded to T = 2, so that losses work on it."""
+    """Pad rows to the length of the longest, with 0 or the column's value in VECTORS. Columns of objects are dropped. Without a
+    response_mask, all predicted tokens count in the loss. An empty batch is padded to T = 2, so that losses can be computed."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

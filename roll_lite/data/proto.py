@@ -25,11 +25,11 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Padding values of the columns whose entries are vectors [k]."""
+"""Padding values of the columns in which an entry is a vector [k]."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
-    """Make a column of Python objects; numpy alone would turn lists into dimensions."""
+    """Return a column of Python objects. NumPy alone would turn lists into dimensions."""
     listed = list(items)
     column = np.empty(len(listed), dtype=object)
     for i, item in enumerate(listed):
@@ -39,8 +39,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Immutable batch. Its columns are, by their kind in data/keys.py, tensors [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object
-    arrays (OBJECT). Never write to columns: they may be in Ray's object store."""
+    """Immutable batch. The kind of a column in data/keys.py determines its type: tensor [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or NumPy
+    array of objects (OBJECT). Never write to a column: it may be in Ray's object store."""
 
     columns: Mapping[str, Column]
 
@@ -103,7 +103,7 @@ class DataProto:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[rows] int64: number of prompt and response tokens."""
+        """[rows] int64: number of tokens of each row, prompt and response together."""
         for name, column in self.columns.items():
             if isinstance(column, Ragged):
                 return column.lengths if KEYS[name].kind is Kind.TOKENS else column.lengths + 1
@@ -129,7 +129,7 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Return rows without copying tokens."""
+        """Return the rows from `start` to `stop` (exclusive), without copying tokens."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {
@@ -201,8 +201,8 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with the permissions that the umask allows (safetensors itself sets 0600). The file gets its name when it is
-    whole."""
+    """Write a safetensors file with the permissions that the umask allows; safetensors itself sets 0600. The file appears only when it is
+    complete."""
     from safetensors.torch import save_file
 
     partial = path.with_name(f"{path.name}.partial")

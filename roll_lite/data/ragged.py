@@ -13,8 +13,8 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths, in host memory, never written in place: row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1]
-    int64. `values`: [sum of lengths, ...]."""
+    """Rows of different lengths in host memory. Row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1] int64. `values`: [sum of
+    lengths, ...]; never written in place."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -40,7 +40,7 @@ class Ragged:
 
     @staticmethod
     def from_padded(padded: torch.Tensor, lengths: Index) -> Ragged:
-        """Take the first lengths[i] entries of row i of `padded` [rows, width, ...]."""
+        """Take the first lengths[i] entries of row i of `padded`, [rows, width, ...]."""
         sizes = as_index(lengths)
         if padded.dim() < 2 or len(sizes) != padded.shape[0]:
             raise ValueError(f"ragged: {len(sizes)} lengths for a padded tensor of shape {tuple(padded.shape)}")
@@ -75,7 +75,7 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Return rows without copying values."""
+        """Return the rows from `start` to `stop` (exclusive), without copying values."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -83,7 +83,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join rows. Entries that are vectors [k] are padded with `fill` to the largest k. Without `fill`, all must have the same k."""
+        """Join rows. If entries are vectors [k], they are padded with `fill` to the largest k; without `fill`, all must have the same k."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -114,12 +114,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a contiguous array, so that pickling a slice does not pickle the whole tensor."""
+    """Return a contiguous array: pickling a slice would otherwise pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Presents read-only memory as writable, since torch warns about read-only arrays."""
+    """Presents read-only memory as writable, because torch warns about read-only arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -127,21 +127,21 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Share the array's memory, which may be read-only: never write to the tensor."""
+    """Return a tensor that shares the memory of the array. The memory may be read-only, so never write to the tensor."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Compare tensors; NaN equals NaN."""
+    """Return True if two tensors are equal; NaN equals NaN here."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """Convert to int64 [n]. Boolean masks are refused: they would be read as rows 0 and 1."""
+    """Return row numbers as an int64 tensor [n]. Raise ValueError for a boolean mask, which would be read as rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)

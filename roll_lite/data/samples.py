@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # not imported, to keep `roll-lite check` fast
     import numpy as np
 
 TURN = "/turn"
-"""Separates sample id and turn number in request ids."""
+"""Separator of sample id and turn number in request ids."""
 
 
 class FinishReason(StrEnum):
@@ -26,7 +26,8 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base class of records often sent between processes. Pickles only the fields' values, in a third of the usual time."""
+    """Base class of records that are often sent between processes. Only the values of the fields are pickled, which takes a third of the
+    usual time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -38,27 +39,27 @@ class Packed:
 class Prompt:
     domain: str
     uid: int
-    """Index in the domain's prompts; stable over restarts."""
+    """Index among the prompts of the domain. It is the same after a restart."""
     text: str
-    """Model input with the template applied."""
+    """Model input, with the template applied."""
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     question: Any = None
-    """Prompt from the data, without template: a text or chat messages."""
+    """Prompt from the data, without the template: a text or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Identity of a sample. Validation samples have epoch -1."""
+    """Identity of a sample. Samples of a validation have epoch -1."""
 
     domain: str
     prompt_uid: int
     epoch: int
     group: int
     index: int
-    """Index in a group of n samples, from 0; the greedy baseline has index n."""
+    """Index in a group of n samples, from 0. The greedy baseline has index n."""
     attempt: int = 0
 
     def request_id(self) -> str:
@@ -77,14 +78,14 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Return the token ids that survive top-p, top-k and min-p at each position."""
+    """Whether the engine also returns, for each position, the token ids that survive top-p, top-k and min-p."""
 
 
 class TokenRow(NamedTuple):
-    """Reference to a sample's tokens: a row of a token block, a table of many samples' tokens (workers/token_blocks.py)."""
+    """Reference to the tokens of a sample: a row of a token block, which is a table of many samples' tokens (workers/token_blocks.py)."""
 
     block: Any
-    """Ray object reference or, within one process, the token block."""
+    """Ray object reference or, within one process, the token block itself."""
     row: int
     length: int
 
@@ -95,13 +96,13 @@ class GenerationRequest(Packed):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
+    """Tokens of an earlier request, which come before `prompt_ids`. The worker puts both together, because engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of tokens at the end of the context that an interrupted request generated for this response. The completion's text includes
-    these tokens, and stop strings may begin in them; its other fields describe new tokens only."""
+    """Number of tokens at the end of the context that belong to this response: they were generated before it was interrupted. The text of
+    the completion includes them, and stop strings may begin in them; the completion's other fields are about new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
-    """Exclude the context from the loss: another row of the sample trains on it."""
+    """Whether to exclude the context from the loss, because another row of the sample trains on it."""
 
     @property
     def prompt_length(self) -> int:
@@ -109,70 +110,70 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Last `resumed_tokens` prompt tokens. Valid only after the context is prepended to prompt_ids."""
+        """The last `resumed_tokens` tokens of the prompt. Valid only if `prompt_ids` includes the context."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed_tokens :]
 
 
 class VersionSpan(NamedTuple):
-    """Weight version of the tokens from index `start` up to the next span."""
+    """Weight version of the tokens from index `start` to the start of the next span."""
 
     start: int
     version: int
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of the tokens from `first` up to `end` (exclusive), with starts relative to `first`."""
+    """Return the spans of the tokens from `first` to `end` (exclusive). Their starts are relative to `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
 
 def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Merge consecutive spans of the same weight version."""
+    """Join consecutive spans that have the same weight version."""
     return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Engine's response to a request. If `error` is set, ignore the other fields."""
+    """Response of an engine to a request. If `error` is set, the other fields have no meaning."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    """Log-probs under the sampling distribution, after temperature and truncation."""
+    """Log-probs under the distribution that was sampled from, after temperature and truncation."""
     text: str = ""
-    """Whole response, including resumed tokens."""
+    """Whole response, with the tokens from before an interruption."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """Token ids that truncated sampling kept at each position, if requested."""
+    """For each position, the token ids that truncated sampling kept; None if they were not requested."""
     cached_tokens: int = 0
     drafted: int = 0
-    """Tokens that speculation drafted; 0 for aborted requests."""
+    """Number of tokens that speculative decoding drafted; 0 for aborted requests."""
     accepted: int = 0
-    """Drafted tokens that became part of the response."""
+    """Number of drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """int16 [tokens, expert layers * experts per token]: experts to which prompt and response tokens were routed. The last token was not
-    processed and is missing."""
+    """int16 [tokens, expert layers * experts per token]: experts to which the tokens of prompt and response were routed. The last token is
+    missing, because it was not processed."""
 
 
 class Turn(NamedTuple):
-    """Completion whose tokens stay in the object store; `tokens` refers to them."""
+    """Completion whose tokens are in the object store; `tokens` refers to them."""
 
     request_id: str
     length: int = 0
-    """Number of new tokens, without resumed ones. Index 0 in `versions` is the first new token."""
+    """Number of new tokens, without those from before an interruption. Index 0 in `versions` is the first new token."""
     text: str = ""
-    """Whole response, including resumed tokens; empty if aborted before the first token."""
+    """Whole response, with the tokens from before an interruption; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
     engines: tuple[int, ...] = ()
-    """Engines that sampled the response, in this order."""
+    """Numbers of the engines that sampled the response, in order. There are several if it was interrupted and continued elsewhere."""
     ids: bytes = b""
-    """int32 token ids of the response, if requested."""
+    """Token ids of the response, int32; empty if they were not requested."""
     drafted: int = 0
     accepted: int = 0
 
@@ -193,7 +194,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 
 
 class Author(StrEnum):
-    """Author of tokens. Only the policy's tokens are trained on."""
+    """Author of tokens. Only tokens of the policy are trained on."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -205,31 +206,31 @@ class Segment:
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
+    """Weight versions of the segment, which is a sequence of tokens by one author. Index 0 is its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
-    """Index of the segment's response among the sample's responses."""
+    """Index of the response among the responses of the sample; None if the segment is not a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord(Packed):
     messages: tuple[dict[str, Any], ...] = ()
-    """Whole conversation; if an agent has several, the one with the last response."""
+    """Whole conversation; if an agent had several, the one with the last response."""
     rewards: tuple[float, ...] = ()
     score: float = 0.0
-    """Rewards combined as domains.NAME.environment.rewards says."""
+    """Score of the episode: rewards combined according to domains.NAME.environment.rewards."""
     correct: bool | None = None
-    """The environment's verdict; None: the score decides."""
+    """Whether the task was solved, according to the environment; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """The agent's conversations besides `messages`, in order of their first response."""
+    """Further conversations of the agent, in the order of their first response."""
     answer: str | None = None
-    """Answer to score instead of the last response."""
+    """Answer to be scored instead of the last response; None: the last response is scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Training row of a sample: the prompt, then responses and environment messages."""
+    """Training row of a sample: its prompt, followed by responses and messages of the environment."""
 
     segments: tuple[Segment, ...] = ()
     tokens: TokenRow | None = None
@@ -240,7 +241,7 @@ class Branch:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, of all authors."""
+        """Number of tokens after the prompt, of all authors."""
         return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
 
     @property
@@ -258,20 +259,20 @@ class Branch:
 
     @property
     def engine(self) -> int | None:
-        """Engine that sampled all responses of the row; None if several did."""
+        """Number of the engine that sampled all responses of the row; None if several engines did."""
         engines = {engine for segment in self.segments for engine in segment.engines}
         return engines.pop() if len(engines) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript(Branch):
-    """Tokens of a sample: its first training row and, if an agent's conversation branched, further rows."""
+    """Tokens of a sample: its first training row and, if the conversation of its agent branched, further rows."""
 
     text: str = ""
     finish_reason: FinishReason | None = None
     episode: EpisodeRecord | None = None
     branches: tuple[Branch, ...] = ()
-    """Further training rows. In them, responses that another row trains on count as prompt."""
+    """Further training rows. In each of them, responses that another row trains on count as prompt."""
 
     @property
     def rows(self) -> tuple[Branch, ...]:
@@ -279,7 +280,7 @@ class Transcript(Branch):
 
     @property
     def last_text(self) -> str:
-        """Text to score: an agent's answer, or the last response without tool calls."""
+        """Text to score: the answer of an agent or, without one, the last response without its tool calls."""
         if self.episode is None:
             return self.text
         if self.episode.answer is not None:
@@ -292,14 +293,14 @@ class Transcript(Branch):
 class RewardInput(Packed):
     domain: str
     prompt: str
-    """Model input with the template applied."""
+    """Model input, with the template applied."""
     response: str
-    """Response without special tokens; in an episode, the last one."""
+    """Response without special tokens; in an episode, the last response."""
     answer: Any
     columns: dict[str, Any]
     finish_reason: str
     question: Any = None
-    """Prompt from the data, without template: a text or chat messages."""
+    """Prompt from the data, without the template: a text or chat messages."""
     episode: EpisodeRecord | None = None
 
     @staticmethod
@@ -309,18 +310,18 @@ class RewardInput(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Score(Packed):
-    """Result of a reward function; a number or bool becomes Score(value)."""
+    """Result of a reward function. If the function returns a number or bool, this becomes Score(value)."""
 
     value: float
     correct: bool | None = None
-    """Verdict; None: correct if value >= 1 - 1e-6."""
+    """Whether the response is correct; None: it is if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """True if the response matches the domain's format pattern; None if the domain has no pattern."""
+    """Whether the response matches the format pattern of the domain; None if the domain has no pattern."""
     answer: str | None = None
-    """Extracted answer, for majority votes. Empty: none found; None: the reward extracts none."""
+    """Answer found in the response, for majority votes. Empty: none was found. None: the reward does not look for an answer."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Weighted terms that add up to the value."""
+    """{term: its weighted contribution}; the sum is the value."""
 
     @property
     def is_correct(self) -> bool:
@@ -336,9 +337,9 @@ class Sample:
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
-    """Generation timed out; the transcript is partial."""
+    """Whether generation timed out; the transcript is then partial."""
     asked: float | None = field(default=None, compare=False)
-    """Time of the first request, on the event loop's clock in seconds."""
+    """Time of the first request in seconds, by the clock of the event loop."""
     generated: float | None = field(default=None, compare=False)
     scored: float | None = field(default=None, compare=False)
 
@@ -349,10 +350,10 @@ class SampleGroup:
     domain: str
     samples: tuple[Sample, ...]
     baseline: Sample | None = None
-    """Greedy sample (for ReMax); scored but never trained on."""
+    """Greedy sample (for ReMax), which is scored but does not train."""
 
     @property
     def timed_out(self) -> bool:
-        """True if generation of a sample timed out. Such samples are probably long; without them, a group is biased towards short
-        responses."""
+        """True if a sample timed out while it was generated. Such samples are probably long: without them, the group is biased towards
+        short responses."""
         return any(sample.timed_out for sample in self.samples)

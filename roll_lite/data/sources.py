@@ -1,4 +1,4 @@
-"""Read rows of data files, folders, and data sets of the hub."""
+"""Read the rows of data files, of folders, and of data sets on the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. In a folder only those of KINDS are read, since CSV and JSON files there are often not data."""
+"""Suffixes that a single file may have. In a folder only files with suffixes of KINDS are read, because CSV and JSON files there are often
+not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -38,10 +39,10 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """Unit that `number` counts from 1: "line" or "row"."""
+    """"line" or "row": what `number` counts, from 1."""
     number: int
     content: dict[str, Any] | str
-    """Column -> value. A text says why the row is unreadable or left out."""
+    """{column: value}; or a text that says why the row cannot be read or is left out."""
 
     @property
     def place(self) -> str:
@@ -56,8 +57,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """List the data files of a path. A folder must be saved by Hugging Face `datasets`, or hold files of one kind and split; otherwise
-    ValueError."""
+    """Return the data files of a path. Raise ValueError for a folder that was not saved by Hugging Face `datasets`, unless its data files
+    are all of the same format and split."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -93,8 +94,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder with files of several splits, since held-out rows would be trained on. If no file name states a split, the names may
-    differ only in digits and punctuation."""
+    """Raise ValueError if a folder has files of several splits, because held-out rows would be trained on. If no file name tells a split,
+    the names may differ only in digits and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -130,7 +131,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield rows. `columns`: columns to read of a table (None: all)."""
+    """Yield the rows of a file. `columns`: columns of a table to read; None: all."""
     try:
         contents = _table(shard, columns) if shard.kind not in ("jsonl", "json") else _json_rows(shard)
         for number, content in contents:
@@ -150,7 +151,7 @@ def _json_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number, row or error). Reads bytes, so that invalid UTF-8 is an error of its line only."""
+    """Yield (line number, row or error text). The file is read as bytes, so that invalid UTF-8 is an error of one line only."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -228,7 +229,7 @@ def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _arrow_reader(file: Path) -> Any:
-    """Open an Arrow file. Hugging Face writes the stream format, other programs the file format."""
+    """Open an Arrow file. Hugging Face writes Arrow's stream format, other programs the file format."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     source = memory_map(str(file))

@@ -1,4 +1,4 @@
-"""Hash that is equal in all processes, unlike Python's salted hash."""
+"""Hash that is the same in all processes. Python's own hash is salted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hashlib
 
 
 def stable_hash(*parts: object) -> int:
-    """Return a 63-bit hash, a valid seed for every engine."""
+    """Return a hash of 63 bits, which every engine accepts as a seed."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def derived_seed(run_seed: int, purpose: str, *parts: object) -> int:
-    """Derive a seed for one use of random numbers; sums such as `seed + step` would collide between runs. 31 bits, since Megatron-Core adds
-    the rank."""
+    """Return the seed for one use of random numbers. Sums such as `seed + step` would be the same in several runs. The seed has 31 bits,
+    because Megatron-Core adds the rank."""
     return stable_hash(run_seed, purpose, *parts) >> 32
