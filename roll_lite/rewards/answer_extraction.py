@@ -1,4 +1,4 @@
-r"""Extract answers: drop thinking and text cut at the token limit; read <answer></answer> and \boxed{}."""
+r"""Find the answer in a response: in <answer></answer> or \boxed{}, without thoughts and without what is cut off at the token limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if a <think> stays open, perhaps at the end of `prompt`."""
+    """Return the text after the last </think>; empty if a <think> is not closed. The <think> may also be the end of `prompt`."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
@@ -45,7 +45,8 @@ def complete(sample: RewardInput) -> str:
 
 
 def finished(sample: RewardInput) -> str:
-    """Return the response without thinking and, if cut at the token limit, without its last incomplete sentence, line or formula."""
+    """Return the response without its thoughts. If it was cut at the token limit, also leave out its last, incomplete sentence, line or
+    formula."""
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -65,7 +66,8 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return the contents of the last nonempty \boxed{} and of earlier ones that only commas, `and` or `or` join to it."""
+    r"""Return the contents of the last \boxed{} that is not empty, and of boxes before it that only commas, `and` or `or` separate from
+    it."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
-Failed samples do not train. Only the reference answer, a service or the machine may cause a failure; a bad response gets a low score:
-otherwise the policy could learn to have wrong responses left out.
+A sample whose scoring fails does not train. Therefore only the reference answer, a service or the machine may make scoring fail, and a bad
+response gets a low score: otherwise the policy could learn to have its wrong responses left out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Scores = TypeVar("Scores")
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 CANNED_RESPONSE = "The answer is 1."
-"""Response for trying rewards and environments before the engines start."""
+"""Response with which rewards and environments are tested before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in rewards for which the response may be to blame."""
+"""Exceptions of built-in rewards that the response may have caused."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
@@ -42,20 +42,22 @@ class RewardFailed(Exception):
 class ResponseSuspected(RewardFailed):
     """Failure that the response may have caused.
 
-    A harmless response is then scored: if that succeeds, the suspected response gets the lowest score; otherwise the sample fails.
+    A harmless response is then scored. If that succeeds, the suspected response gets the lowest score; otherwise scoring of the sample
+    fails.
     """
 
 
 class RewardType(Section):
-    """Base class of reward types; fields are arguments in YAML. Docstrings become docs/rewards.md."""
+    """Base class of reward types. Fields are the arguments in YAML; docstrings become docs/rewards.md."""
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer first. Scoring an empty response is then a cheap check that the answer is readable."""
+    """True if the reward reads the reference answer before the response. Scoring an empty response is then a cheap check of the reference
+    answer."""
     answers_are_responses: ClassVar[bool] = True
-    """False if a reference answer cannot be scored as a response, such as a program's tests."""
+    """False if a reference answer cannot be scored as a response, for example because it is a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
-    """Arguments that may hold a secret, hidden in messages."""
+    """Names of arguments that may hold a secret. Messages do not show their values."""
 
     def __call__(self, sample: Any) -> Any:
         raise NotImplementedError
@@ -64,24 +66,25 @@ class RewardType(Section):
         return 0.0
 
     def warm(self) -> None:
-        """Do slow first-call work (imports, tables) before time limits apply."""
+        """Do the slow work of a first call (imports, tables) before time limits apply."""
 
     def at_once(self) -> int | None:
-        """Maximum samples per call (None: unlimited). A call must finish within one sample's time limit."""
+        """Return the maximum number of samples in a call; None: no maximum. The whole call must finish within the time limit of one
+        sample."""
         return None
 
     def describe(self) -> str:
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
+        """Yield problems with the configuration. `place`: YAML path of the reward. `timeout_s`: time limit of a sample."""
         yield from ()
 
     def needs_answer(self) -> bool:
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return argument -> data columns that the reward reads."""
+        """Return {argument of the reward: data columns that it names}. The reward reads these columns."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -98,7 +101,8 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Write the answer in the form that `extract` requires. None if it is neither text nor number."""
+    """Return the answer as text, in the form that `extract` requires; None if it is neither text nor number. Of a list, the first entry is
+    used."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -116,7 +120,7 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run `score` or `scores` of a sync function. No event loop is needed, because they never suspend."""
+        """Run the coroutine of `score` or `scores` for a sync function, without an event loop: such a coroutine never suspends."""
         try:
             scoring.send(None)
         except StopIteration as end:
@@ -137,7 +141,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call. Raise RewardFailed if the whole call fails; the samples must then be scored alone."""
+        """Score several samples in one call. Raise RewardFailed if the whole call fails; the samples must then be scored one by one."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
@@ -205,7 +209,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
+    """Convert a number, a bool, a Score or a dict of its fields to a Score. Raise RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

@@ -28,7 +28,8 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass: braces in a filled-in text are no placeholders."""
+    """Fill all placeholders in one pass, so that braces in a filled-in text are not read as placeholders. `response`: text to use for
+    {response}."""
     parts = []
     for text, name, _, _ in Formatter().parse(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -40,7 +41,7 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 
 
 def filling(name: str, sample: RewardInput) -> Any:
-    """Return a placeholder's value; None if the sample lacks it. {fence} is a line that the response cannot contain."""
+    """Return the value of a placeholder; None if the sample has none. {fence} is a line that the response cannot contain."""
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
         return own[name]

@@ -41,7 +41,7 @@ End your reply with a line of its own, either "Verdict: yes" or "Verdict: no".""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
-"""Minimum temperature when asking again: greedy sampling would repeat the answer."""
+"""Minimum temperature when the judge is asked again: with greedy sampling it would repeat its answer."""
 SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 
@@ -185,7 +185,7 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
 # ---------------------------------------------------------------- verdicts
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a verdict, preferred first. `answer` is last, because it may repeat the response's answer."""
+"""Keys of a verdict in a JSON object, preferred keys first. `answer` is last, because it may repeat the answer of the response."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -199,17 +199,18 @@ BREAKS_OFF = re.compile(
     rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
     r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
 )
-"""Pattern of a line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings, list items without a
-colon, and Thai and Lao, which have no full stop."""
+"""Line that may introduce a quotation: it ends with a colon or in the middle of a sentence. Excluded are headings, list items without a
+colon, and lines in Thai and Lao, which have no full stop."""
 
 
 def read_verdict(
     text: str, pattern: str | None = None, choices: Mapping[str, float] | None = None, scale: tuple[float, float] | None = None
 ) -> tuple[float, str] | None:
-    """Return value and text of the judge's own verdict, not a quoted one; None without a verdict, or if the search takes too long.
+    """Return (value, text) of the judge's own verdict; quoted verdicts are ignored. Return None if there is no verdict, or if the search
+    takes too long.
 
-    With `pattern`, the verdict is the first group of its last match, or the whole match; otherwise the last line ("Verdict: yes") or a
-    final JSON object. `choices` gives the verdict's value; without `choices`, it is a number, which `scale` maps to 0..1.
+    With `pattern`, the verdict is the first group of its last match, or the whole match; otherwise it is the last line ("Verdict: yes") or
+    a final JSON object. `choices` gives the value of each verdict; without `choices`, the verdict is a number, which `scale` maps to 0..1.
     """
     choices = {"yes": 1.0, "no": 0.0} if (choices, pattern, scale) == (None, None, None) else choices
     known = None if choices is None else {choice.strip().casefold(): value for choice, value in choices.items()}

@@ -30,7 +30,8 @@ PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Pattern of refused reference answers: several parts, (a) ... (b) ..., or a label, since (B) 12 would be read as a product."""
+"""Reference answers that are refused: those with several parts, (a) ... (b) ..., or with a label, because (B) 12 would be read as a
+product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -48,7 +49,7 @@ class Reference:
     unit: Unit = NO_UNIT
     number: Quantity | None = None
     name: str = ""
-    """Variable to solve for, such as x in x = 5."""
+    """Variable that is solved for, such as x in x = 5; "" without one."""
     items: tuple[Reference, ...] = ()
     words: str = ""
 
@@ -176,9 +177,9 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """False if the answer is an equation about another variable than `name`: x^2 = 1 where x is asked for.
+    """Return False if the answer is an equation about something else than the variable `name`, as x^2 = 1 if x is asked for.
 
-    `before`: sides of this equation without the last.
+    `before`: all sides of the equation except the last.
     """
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
@@ -193,7 +194,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    """Split the unit off a formula. With variables, a bare last letter counts as a variable: x+3m has no unit."""
+    """Split a formula into (formula, unit). If it has variables, a bare last letter counts as a variable: x+3m has no unit."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)

@@ -1,4 +1,4 @@
-"""Checks of instructions; ids and arguments are named as in the data sets."""
+"""Checks of instructions. Ids and arguments have the names that they have in the data sets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _text(name: str, value: Any) -> str:
-    """Refuse blank text, which every response would contain."""
+    """Return a text argument. Raise ValueError if it is blank, because every response would contain it."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{name} must be a text with something in it, got {value!r}")
     return value
