@@ -1,4 +1,4 @@
-"""Command line of `roll-lite`. Heavy modules are imported after the configuration is checked."""
+"""Command line of `roll-lite`. Modules that import slowly are imported only after the configuration has been checked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WRONG_CONFIGURATION = 2
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
-"""Exit code (EX_IOERR) if output cannot be written: a full disk, a lost terminal."""
+"""Exit code (EX_IOERR) if the output cannot be written, because the disk is full or the terminal is gone."""
 CHECKS = (
     check_store,
     check_resumption,
@@ -61,12 +61,13 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. The others make no environments and start no servers: a run's workers do so before it trains."""
+"""Checks of `roll-lite check`. Other commands make no environments and start no servers while checking: the workers of a run do so before
+it trains."""
 OF_MACHINE = (devices_are_there, needs_gpus)
-"""Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
+"""Checks of this machine. `roll-lite check` prints their failures as notes, because the configuration may be for another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
-"""Exit code if the output's reader closed the pipe (`| head`): the shell's code for SIGPIPE."""
+"""Exit code if the reader of the output has closed the pipe (`| head`). It is the shell's code for SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """Open closed standard streams on /dev/null; escape characters that the encoding lacks."""
+    """Open closed standard streams on /dev/null. Make standard output escape characters that its encoding lacks."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
@@ -153,7 +154,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration again, with missing values allowed and without checks of files. If that fails too, return the valid part that
+    """Load the configuration again, allowing missing values and without checks of files. If that fails too, return the valid part, which
     `error` holds."""
     try:
         return _loaded(parsed, overrides, (), files=False)
@@ -177,7 +178,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Return derived values, placement and notes; a table that needs a missing value is left out."""
+    """Return derived values, placement and notes as text. A table that needs a missing value is left out."""
     of_machine = [f"{path}: {message}" for one in (*OF_MACHINE, agents_tools) for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
@@ -188,7 +189,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
-    """Turn `roll-lite evaluate` into `roll-lite run` or, with several models, into a sweep: change `parsed` and return the overrides."""
+    """Turn the command `evaluate` into `run` or, with several models, into a sweep: change `parsed`, and return the overrides."""
     keys = [text.partition("=") for text in given]
     models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
     models = [text for text in models if not text.startswith(("+", "~"))]
@@ -234,7 +235,7 @@ def _alternatives(name: str, override: str) -> list[str]:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest`, which leads to another run once a run has started."""
+    """Replace a path through the link `latest` by its target: once a run has started, the link leads to that run."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it
@@ -550,7 +551,7 @@ def _variable(name: str) -> str:
 
 
 def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `least` to `most`."""
+    """Return a function that reads whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:

@@ -1,6 +1,6 @@
-"""Read and write files, use folders in object stores, and change environment variables for a block.
+"""Read and write files, use folders in object stores, and change environment variables for the duration of a block.
 
-Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
+Reading raises ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Literal
 from pydantic_core import to_json
 
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
-"""Shipped configurations, tiny model, toy data and rewards. In a checkout, a link to examples/."""
+"""Configurations, tiny model, toy data and rewards that come with the package. In a checkout, a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
 STARTERS = EXAMPLES / "starters"
-"""Folders that `roll-lite init` copies."""
+"""Folders from which `roll-lite init` copies."""
 DOCS = Path(__file__).parent / "docs"
 """Pages of the documentation. In a checkout, a link to docs/."""
 
 LARGEST = 1 << 30
-"""Maximum bytes of a file read as a whole."""
+"""Maximum size in bytes of a file that is read as a whole."""
 _SHOWN = 80
 
 
@@ -46,7 +46,7 @@ def record(path: Path) -> FileRecord:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until files and folder entries are on disk."""
+    """Wait until the contents of files, and the entries of folders, are on disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -67,7 +67,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def changed_environment(values: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
-    """Set environment variables, and unset those in `without`, for the duration of the block."""
+    """Set environment variables for the duration of the block, and unset those named in `without`."""
     before = {name: os.environ.get(name) for name in (*values, *without)}
     for name in without:
         os.environ.pop(name, None)
@@ -83,12 +83,13 @@ def changed_environment(values: Mapping[str, str], without: Sequence[str] = ()) 
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically. NaN and infinity, which JSON lacks, become null."""
+    """Replace a JSON file atomically. NaN and infinity, which JSON does not have, become null."""
     write_whole(path, to_json(value, indent=2, inf_nan_mode="null").decode() + "\n")
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A path in examples/ that is missing there is looked up in the package's examples."""
+    """Return an absolute path, from the current folder. A path in examples/ that does not exist there is looked up in the package's
+    examples."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -99,7 +100,8 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Return the path's kind; None if it does not exist. ValueError for circular links, a name too long, a folder without permission."""
+    """Return the kind of a path; None if it does not exist. Raise ValueError for circular links, a name that is too long, or a folder
+    without permission."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -168,8 +170,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for messages about a missing path. It tells that relative paths count from the current folder and, if a parent folder
-    has the path, names that folder."""
+    """Return a hint for messages about a missing path: relative paths count from the current folder. If the path exists below a parent of
+    the current folder, the hint names that parent."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -192,7 +194,7 @@ class StoreUnreachable(RuntimeError):
 
 
 def remote_folder(url: str) -> Path:
-    """Return a folder of an fsspec file system, with Path's methods. ValueError for an unknown protocol."""
+    """Return a folder of an fsspec file system, with the methods of Path. Raise ValueError for an unknown protocol."""
     from upath import UPath  # takes half a second
 
     folder: Any = UPath(url, use_listings_cache=False)  # other processes write there as well
@@ -205,7 +207,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """Turn errors in the block into StoreUnreachable if the folder is in an object store. ValueError stays as it is."""
+    """Turn errors in the block into StoreUnreachable if the folder is in an object store. ValueError is not changed."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -220,7 +222,7 @@ def reaching(folder: Path) -> Iterator[None]:
 
 
 def try_store(url: str) -> str | None:
-    """Write a file to a store and remove it. Return the error message, if any."""
+    """Write a file to a store and remove it. Return the error message; None if it worked."""
     folder = remote_folder(url)
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:
@@ -239,7 +241,7 @@ def upload(source: Path, target: Any) -> None:
 
 
 def download(source: Any, target: Path) -> None:
-    """Download a file. An existing file is replaced only after a complete download."""
+    """Download a file. If the target exists, it is replaced only after a complete download."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     source.fs.get_file(source.path, str(part))

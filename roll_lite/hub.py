@@ -1,7 +1,8 @@
-"""Hugging Face hub names in place of model folders and data files.
+"""Names on the Hugging Face hub in place of model folders and data files.
 
-While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
-a path in this node's cache. Other nodes use their own caches (`HubPath`)."""
+While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name is
+replaced by a path in this node's cache. Other nodes use their own caches (`HubPath`).
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ Kind = Literal["model", "dataset"]
 Tell = Callable[[str], object]
 
 SCHEME = "hf:/"
-"""Prefix of hub names; Path drops the second slash of hf://."""
+"""Start of a hub name as a Path, which drops the second slash of hf://."""
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files. If a data set has several kinds, only the first in this order is read."""
+"""Suffixes of data files. If a data set has files with several of them, only those with the first in this order are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -36,7 +37,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""Split -> words in file names that tell the split, as usual on Hugging Face."""
+"""{split: words in file names that tell the split}, as is usual on Hugging Face."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([^?]+))?(?:\?(.*))?")
 _BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(\?revision=.+)?")
@@ -45,8 +46,8 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
-    receiving node finds or downloads the files in its own cache."""
+    """Path in this node's cache of the hub: the folder of a model, or `[configuration]?split=...` of a data set. It is pickled as name and
+    commit; the node that receives it finds or downloads the files in its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -63,7 +64,7 @@ def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -
 
 @contextmanager
 def online(tell: Tell) -> Iterator[None]:
-    """Inside the block, let `located` resolve names and download models (without weights) and data. `tell`: receives progress messages."""
+    """Let `located` resolve names inside the block, and download models (without weights) and data. `tell`: receives progress messages."""
     token = _tell.set(tell)
     try:
         yield
@@ -72,8 +73,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the cache path of a hub name; None if `path` is a local path. A model's name needs no hf://, unless a path of that name, or a
-    folder with the name's first part, exists on this machine."""
+    """Return the path in the cache for a name on the hub; None if `path` is a local path. A model may be named `owner/name` without hf://,
+    unless this machine has that path or a folder `owner`."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -104,7 +105,7 @@ def _located(text: str, kind: Kind) -> HubPath:
 
 @cache
 def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> str:
-    """Return a revision's commit, after downloading the files that configuration checks need: all but model weights."""
+    """Return the commit of a revision, after downloading all files that checks of the configuration need: all except model weights."""
     commit = repository.commit(revision)
     repository.download(commit, rest, tell, weights=False)
     return commit
@@ -120,14 +121,14 @@ def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
 
 
 def fetch(path: Path, tell: Tell = _to_stderr) -> None:
-    """Download missing files, weights included, if the path is that of a hub model."""
+    """Download the missing files of a model from the hub, weights included. For any other path, do nothing."""
     if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
         _download(found, tell)
 
 
 def config_notation(path: Path) -> str:
-    """Return the path as a configuration would name it: for a path in the hub cache, hf:// with name and commit; any other path
-    unchanged."""
+    """Return a path as a configuration would name it: a path in the hub's cache becomes hf:// with name and commit; other paths do not
+    change."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -138,7 +139,7 @@ def config_notation(path: Path) -> str:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """True for a hub model whose weights are not all downloaded."""
+    """Return True if the folder is a model of the hub whose weights are not all downloaded."""
     if not isinstance(folder, HubPath):
         return False
     index = folder / "model.safetensors.index.json"
@@ -147,7 +148,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def data_files(path: HubPath) -> list[Path]:
-    """Return the files of a data set's split; missing ones are downloaded."""
+    """Return the files of a split of a data set, after downloading those that are missing."""
     found = _CACHED.search(str(path))
     assert found is not None, path
     return _download(found)
@@ -172,7 +173,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download missing files of a model (`weights`: with weights) or of a data set's split (`rest`: `[configuration or
+        """Download the missing files of a model (`weights`: weights included) or of a split of a data set (`rest`: `[configuration or
         file]?split=...`). Return all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -205,7 +206,7 @@ class _Repository(NamedTuple):
 
     @contextmanager
     def _explained(self, revision: str) -> Iterator[None]:
-        """Turn the hub client's errors into ValueErrors with a remedy."""
+        """Turn errors of the hub's client into ValueErrors that say what to do."""
         from huggingface_hub import constants, errors
 
         what, there = f"the {self.kind} {self.name}", constants.ENDPOINT
@@ -256,7 +257,7 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
-    """List a model's files to download. Weights in formats other than safetensors are left out."""
+    """Return the names of a model's files to download. Weights in formats other than safetensors are left out."""
     if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
         others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
         raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
@@ -264,14 +265,14 @@ def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """Return the splits named in a file name, joined by "+"."""
+    """Return the splits that a file name tells, joined by "+"."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects, sorted. A configuration is a folder;
-    folders named `data` or after a split do not count as configurations. ValueError, with the choices, if none or several match."""
+    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects. A configuration is a folder, but
+    folders that are named `data` or after a split do not count. Raise ValueError, with the choices, if none or several match."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

@@ -41,13 +41,13 @@ class ModelReward(RewardType):
 
     ```yaml
     reward_models:
-     helpful:
-       path: models/reward-model
+      helpful:
+        path: models/reward-model
     domains:
-     chat:
-       reward:
-         name: model
-         args: {model: helpful, scale: sigmoid}
+      chat:
+        reward:
+          name: model
+          args: {model: helpful, scale: sigmoid}
     ```
     """
 

@@ -15,9 +15,9 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group (cgroup v2) of a sandbox, which counts and limits the resources of a program's processes.
+    """Control group (cgroup v2) of a sandbox. It counts and limits the resources of a program's processes.
 
-    Its files are opened early: the isolated sandbox cannot reach them.
+    The files of the group are opened early, because the sandbox cannot reach them after it is isolated.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """CPU time since `begin`, without this process, which is in the group too."""
+        """Return the CPU seconds since `begin`, without those of this process, which is in the group too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -67,13 +67,13 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process the first that the kernel kills if memory runs out."""
+    """Make this process the first that the kernel kills when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Create a control group beside or below this process's; None if forbidden."""
+    """Create a control group beside or below that of this process; return None if that is not allowed."""
     for parent in _parents():
         with contextlib.suppress(OSError):
             for old in claimed_by_none(parent, PREFIX):

@@ -1,6 +1,6 @@
-"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
+"""Isolate untrusted programs: by namespaces if the platform allows them, otherwise by landlock and seccomp.
 
-The preloaded interpreter (zygote.py) is isolated once; each program that it forks is isolated further.
+The preloaded interpreter (zygote.py) is isolated once. Each program that it forks is isolated further.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Base of sandboxes' user ids. A sandbox adds its process id, so that its processes can be counted and signalled separately."""
+"""Base of the user ids of sandboxes. A sandbox adds its process id, so that the processes of each sandbox can be counted and signalled
+separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Ratio of address space to memory limit: programs reserve more than they use."""
+"""Ratio of the limit of address space to that of memory: programs reserve more than they use."""
 NPROC_ALLOWANCE = 512
-"""Processes added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
+"""Number that is added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -34,7 +35,7 @@ READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TRUNCATE_ABI = 3
 SCOPE_ABI = 6
-"""First landlock version that also restricts signals and abstract sockets."""
+"""First version of landlock that also restricts signals and abstract sockets."""
 TRIAL = {
     "cpu_s": 10,
     "memory_bytes": 1 << 30,
@@ -51,7 +52,7 @@ TRIAL = {
 class Isolation:
     """Protections of this process.
 
-    `held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing ones.
+    `held`: {protection (files, network, ...): mechanism that provides it}. `why_not`: reasons why others are missing.
     """
 
     kind: str
@@ -63,7 +64,8 @@ class Isolation:
 
 
 def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
-    """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
+    """Isolate this process in the strongest way that works, at most as strong as `wanted`. A pid namespace takes effect at the next
+    fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))
@@ -83,7 +85,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Say why a change to this process fails; empty if it works. A child process tries it: it cannot be undone."""
+    """Return why a change to this process would fail; empty if it works. A child process tries the change, because it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -126,14 +128,14 @@ def _namespaces(readable: Sequence[str]) -> Isolation:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, to whom RLIMIT_NPROC does not apply; False for root in a user namespace."""
+    """Return True for root of the machine, to whom RLIMIT_NPROC does not apply; False for root in a user namespace."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Become NOBODY in a new user namespace. False if user namespaces are impossible: programs must then start under another user id.
-    PermissionError if that is not allowed either."""
+    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible, so that programs must start under another
+    user id; raise PermissionError if that is not allowed either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -246,7 +248,7 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return (readable paths, folders that may only be listed).
 
-    These folders contain hidden paths: landlock cannot hide anything below a readable folder.
+    The latter contain hidden paths: landlock cannot hide anything below a readable folder.
     """
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
@@ -277,7 +279,7 @@ def _own_namespaces(isolation: Isolation, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Count a user's threads, as RLIMIT_NPROC does outside a user namespace."""
+    """Count the threads of a user, as RLIMIT_NPROC does outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -327,7 +329,7 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children with landlock; requires no_new_privs. `named`: folders that may only be listed."""
+    """Restrict this process and its children by landlock, which requires no_new_privs. `named`: folders that may only be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

@@ -1,4 +1,4 @@
-"""Snapshot of the modules loaded before a program, to undo its changes and recognize its classes."""
+"""Snapshot of the modules that were loaded before a program, to undo its changes to them and to recognize its classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""List a class's subclasses. A metaclass cannot override this, nor MRO, HELD_BY and FLAGS."""
+"""Function that lists the subclasses of a class. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
 CONSTANT = (int, float, complex, str, bytes)
 
@@ -39,7 +39,8 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Return the replaced names."""
+        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Return the names that were
+        replaced."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

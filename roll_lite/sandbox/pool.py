@@ -33,13 +33,14 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Attempts to start a sandbox. A loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
+"""Number of attempts to start a sandbox. A machine under load may be slow, or have no free namespaces until the kernel has removed old
+ones."""
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """Failure to run a program. `suspected`: the program may be the cause."""
+    """Failure to run a program. `suspected`: the program may have caused it."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -47,36 +48,36 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """The sandbox died or went silent while it ran a program. A retry shows whether the program is the cause."""
+    """Error: the sandbox died or stopped answering while it ran a program. A retry shows whether the program is the cause."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program, for all its processes together unless stated otherwise."""
+    """Limits of a program. They hold for all its processes together, unless stated otherwise."""
 
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory of all processes; each may reserve twice as much address space."""
+    """Memory of all processes together. Each process may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """Processes and threads besides the first."""
+    """Maximum number of processes and threads besides the first."""
     open_files: int = 64
-    """Limit per process. Low, because socket buffers are charged to no process."""
+    """Maximum number of open files of each process. It is low because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program to run. `order`: its kind and arguments, see `MODES` in programs.py."""
+    """Program to run. `order`: what kind of program it is, with its arguments (see `MODES` in programs.py)."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """Compiled program, passed as file descriptor 4."""
+    """Compiled program, which is passed as file descriptor 4."""
     address_space: bool = True
-    """False for interpreters that reserve far more than they use."""
+    """Whether to limit the address space. False for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -92,13 +93,14 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status, or minus the signal's number."""
+    """Exit status; if a signal ended the program, minus the signal's number."""
     stopped: str
-    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox), or ""."""
+    """Limit that ended the program: cpu, wall, memory, processes, output, or sandbox (the program ended its sandbox); "" if no limit
+    did."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """Content of file descriptor 3."""
+    """What the program wrote to file descriptor 3."""
     seconds: float
     cpu_s: float
 
@@ -121,7 +123,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that a control group counts exactly; others are sampled about twenty times a second."""
+    """Resources that a control group counts exactly. The usage of other resources is sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -144,10 +146,11 @@ class Protections:
 
 
 class Sandbox:
-    """Preloaded interpreter (zygote.py) that runs one program at a time."""
+    """Preloaded interpreter (zygote.py) that runs programs, one at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try. `readable`: more readable folders; `python_path`: also for imports."""
+        """`walls`: strongest isolation to try. `readable`: further folders that programs may read. `python_path`: folders from which they
+        may also import."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
         # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
@@ -192,7 +195,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable at its end. `peer`: socket passed as file descriptor 4."""
+        """Start a program. `fileno()` becomes readable when it ends. `peer`: socket that the program gets as file descriptor 4."""
         if self._running is not None:  # the wait for an earlier program was interrupted
             self.close()
         self._ensure_started()
@@ -211,7 +214,8 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report the end."""
+        """Wait for the end of the program; kill it after `patience` seconds. Raise SandboxTrouble if the sandbox does not report the
+        end."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -280,7 +284,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox unless it runs. Raise SandboxTrouble if this fails or loses a protection."""
+        """Start the sandbox unless it is running. Raise SandboxTrouble if it does not start, or lacks a protection that it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -345,7 +349,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes. Raise ValueError if required protections are missing, unless `allow_unprotected`."""
+        """Start all sandboxes. Raise ValueError if a required protection is missing, unless `allow_unprotected`."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -388,7 +392,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Begin a job. Return the sandbox to wait for: of a pair, which share a socket, the one with the tests."""
+        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that are connected by a socket; the one with the
+        tests is returned."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -414,7 +419,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If it dies again but can run a harmless program, the job is the cause."""
+        """Retry a job whose sandbox died. If the sandbox dies again, but then runs a harmless program, the job is the cause."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

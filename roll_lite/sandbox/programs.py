@@ -1,4 +1,4 @@
-"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Results are judged outside."""
+"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Its results are judged outside."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """End the process as an interpreter does: join threads, run exit functions, flush, finalize objects, flush again."""
+    """End the process as an interpreter does: join threads, run exit functions, flush, finalize objects, and flush again."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -104,7 +104,8 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement of `resource.setrlimit`. Contest programs often try to raise limits; refused attempts are ignored."""
+    """Replacement of `resource.setrlimit`. Programs written for contests often try to raise limits; if that fails, the attempt is
+    ignored."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -142,14 +143,15 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function several times, each in a child process: calls do not affect each other."""
+    """Call one function several times, each time in a child process, so that the calls cannot affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
+    """Call the function in a child process. Return {"line": JSON of the value or error}, {"stopped": limit that was exceeded} or {"error":
+    text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -190,7 +192,8 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules imported by either are loaded first: later, the program could replace them."""
+    """Run the program, then answer the calls of the tests. Modules that either imports are loaded first: afterwards, the program could
+    replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):
@@ -214,9 +217,9 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code from the socket PEER in its namespace, each with a time limit.
+    """Run the program, then pieces of code that come from the socket PEER, in the program's namespace. Each piece has a time limit.
 
-    After each piece, standard output holds only its output, and PEER gets one byte: 1 if the piece failed, else 0.
+    After each piece, standard output holds only the output of this piece, and one byte is sent to PEER: 1 if the piece failed, else 0.
     """
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -27,15 +27,16 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
+        """{(pid, start time): CPU seconds at the last sample}. If a parent never waits for a child, this is the only record of the child's
+        time."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Resident pages of this interpreter, which forked programs share."""
+            """Number of resident pages of this interpreter, which the programs that it forks share."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings, by (pid, start time); a sample counts one random process."""
+        """{(pid, start time): number of memory mappings}. Each sample counts those of one process, chosen at random."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -52,7 +53,8 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: pid of the first process."""
+        """Return the name of a limit that is exceeded, or "". `members`: pids of all processes of the program. `first`: pid of the first of
+        them."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -94,10 +96,10 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit (with namespaces, the kernel enforces it).
+        """Return True if the program's folder exceeds a limit. With namespaces always False, because the kernel enforces the limits.
 
-        Measured only if free disk space has changed by more than a quarter of the limit; even after a rise, as others' deletions can hide
-        writes.
+        The folder is measured only if the free space of the disk has changed by more than a quarter of the limit. It may also have risen:
+        deletions by others can hide what the program writes.
         """
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
@@ -108,7 +110,7 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Return (bytes of deleted files still open or mapped, number of sockets)."""
+        """Return (bytes of deleted files that are still open or mapped, number of sockets)."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
@@ -144,15 +146,15 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """True for a fork without exec.
+        """Return True for a process that was forked without exec.
 
-        Its stack starts at this interpreter's address or, if addresses are hidden, the flag "forked, no exec" is set.
+        Its stack starts at the same address as this interpreter's; if addresses are hidden, the flag "forked, no exec" is set.
         """
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count would
-        include other programs."""
+        """Return an upper bound of the bytes in the program's socket buffers, which the kernel charges to no process. 0 without namespaces,
+        because the count would include other programs."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -178,7 +180,8 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path, relative to /proc/PID, of a living thread if the main thread has ended, since /proc/PID then shows no memory."""
+    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended: /proc/PID then shows no memory. Return "" if
+    the main thread lives."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -189,7 +192,8 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _status(process: int, thread: str = "") -> dict[bytes, int]:
-    """Numbers of /proc/PID/status, split only at line feeds: process names may contain other line ends."""
+    """Return the numbers in /proc/PID/status. The file is split only at line feeds, because names of processes may contain other line
+    ends."""
     lines = [line.split() for line in _content(process, f"{thread}status").split(b"\n")]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Encode plain Python data as JSON, the only data exchanged between a program and its judges."""
+"""Encode plain Python data as JSON. A program and its judges exchange nothing else."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard-library types that count as plain data -> function that returns constructor arguments."""
+"""{type of the standard library that counts as plain data: function that returns the arguments of its constructor}."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Type name -> required type of the first argument. A number there could make a huge object."""
+"""{name of a type: required type of its first argument}. A number as first argument could make a huge object."""
 ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments: decoding could compute Fraction("1e99999999")."""
+"""{name of a type: required type of all its arguments}. Otherwise, decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
-"""Maximum items with the same hash in a decoded set or dict, against hash flooding."""
+"""Maximum number of items with the same hash in a decoded set or dict, as protection against hash flooding."""
 PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Read plain data by the built-in type's methods, ignoring overrides in subclasses."""
+"""Functions that read plain data by the methods of the built-in type, ignoring what subclasses override."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
@@ -110,8 +110,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Inverse of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict views and
-    numpy arrays become lists."""
+    """Decode what `encode` has encoded. Raise ValueError for other data. `find` resolves the references that `refer` has made; without it,
+    iterators, dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):

@@ -1,7 +1,8 @@
-"""Isolated, preloaded Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
+"""Isolated, preloaded Python interpreter ("zygote"). It forks a process for each program, watches the process, and kills it with all its
+children.
 
-A request contains the limits as JSON and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the forked
-process reads them: later programs could read the zygote's memory.
+A request contains the limits as JSON, and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the
+forked process reads these files, because later programs could read the zygote's memory.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first usage sample, and mean seconds between later ones.
+"""Seconds until the first sample of usage, and mean seconds between later samples.
 
-Intervals are random, so that programs cannot hide between samples.
+The intervals are random, so that programs cannot hide between samples.
 """
 DISK_LOOK_S = 0.002
 LONGEST_LIMITS = 4096
@@ -105,7 +106,7 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
 
 class Zygote:
     def __init__(self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None) -> None:
-        """`folder`: parent of the programs' folders; "" with namespaces."""
+        """`folder`: folder that contains the folders of programs; "" with namespaces."""
         self._line = line
         self._isolation = isolation
         self._readable = readable
@@ -128,8 +129,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return (limits, open files) of the next request; None when the connection is closed. Orders for a program that has ended are
-        skipped."""
+        """Return (limits, open files) of the next request; None when the connection is closed. Orders for a program that has ended already
+        are skipped."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -243,7 +244,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for events. Return None if the program's folder is full."""
+        """Wait for events at most `pause` seconds. Return None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):
@@ -258,7 +259,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Return this process's descendants, including orphans, which it inherits as a subreaper."""
+    """Return the descendants of this process. Orphans are included, because a subreaper inherits them."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -266,7 +267,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process: a child belongs to the thread that forked it."""
+    """Return the children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
