@@ -1,4 +1,4 @@
-"""Command line of `roll-lite`. Modules that import slowly are imported only after the configuration has been checked."""
+"""Command line of `roll-lite`. Heavy modules are imported after the configuration is checked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WRONG_CONFIGURATION = 2
 INTERRUPTED = 130
 OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
-"""Exit code (EX_IOERR) if the output cannot be written, because the disk is full or the terminal is gone."""
+"""Exit code (EX_IOERR) if output cannot be written: a full disk, a lost terminal."""
 CHECKS = (
     check_store,
     check_resumption,
@@ -64,10 +64,10 @@ OF_CHECK = (*CHECKS[:-1], check_environments)
 """Checks of `roll-lite check`. Other commands make no environments and start no servers while checking: the workers of a run do so before
 it trains."""
 OF_MACHINE = (devices_are_there, needs_gpus)
-"""Checks of this machine. `roll-lite check` prints their failures as notes, because the configuration may be for another machine."""
+"""Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
 SEEN_ENOUGH = 141
-"""Exit code if the reader of the output has closed the pipe (`| head`). It is the shell's code for SIGPIPE."""
+"""Exit code if the output's reader closed the pipe (`| head`): the shell's code for SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _make_output_usable() -> None:
-    """Open closed standard streams on /dev/null. Make standard output escape characters that its encoding lacks."""
+    """Open closed standard streams on /dev/null; escape characters that the encoding lacks."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next opened file gets its number
         os.set_inheritable(number, True)
     os.close(number)
@@ -551,7 +551,7 @@ def _variable(name: str) -> str:
 
 
 def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a function that reads whole numbers from `least` to `most`."""
+    """Return a reader of whole numbers from `least` to `most`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic_core import to_json
 
 EXAMPLES = (Path(__file__).parent / "examples").resolve()
-"""Configurations, tiny model, toy data and rewards that come with the package. In a checkout, a link to examples/."""
+"""Shipped configurations, tiny model, toy data and rewards. In a checkout, a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
 STARTERS = EXAMPLES / "starters"
 """Folders from which `roll-lite init` copies."""
@@ -29,7 +29,7 @@ DOCS = Path(__file__).parent / "docs"
 """Pages of the documentation. In a checkout, a link to docs/."""
 
 LARGEST = 1 << 30
-"""Maximum size in bytes of a file that is read as a whole."""
+"""Maximum bytes of a file read as a whole."""
 _SHOWN = 80
 
 
@@ -46,7 +46,7 @@ def record(path: Path) -> FileRecord:
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Wait until the contents of files, and the entries of folders, are on disk."""
+    """Wait until files and folder entries are on disk."""
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -67,7 +67,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def changed_environment(values: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
-    """Set environment variables for the duration of the block, and unset those named in `without`."""
+    """Set environment variables, and unset those in `without`, for the duration of the block."""
     before = {name: os.environ.get(name) for name in (*values, *without)}
     for name in without:
         os.environ.pop(name, None)
@@ -83,13 +83,12 @@ def changed_environment(values: Mapping[str, str], without: Sequence[str] = ()) 
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically. NaN and infinity, which JSON does not have, become null."""
+    """Replace a JSON file atomically. NaN and infinity, which JSON lacks, become null."""
     write_whole(path, to_json(value, indent=2, inf_nan_mode="null").decode() + "\n")
 
 
 def absolute_path(path: Path) -> Path:
-    """Return an absolute path, from the current folder. A path in examples/ that does not exist there is looked up in the package's
-    examples."""
+    """Make a path absolute, from the current folder. A path in examples/ that is missing there is looked up in the package's examples."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -100,8 +99,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Return the kind of a path; None if it does not exist. Raise ValueError for circular links, a name that is too long, or a folder
-    without permission."""
+    """Return the path's kind; None if it does not exist. ValueError for circular links, a name too long, a folder without permission."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +192,7 @@ class StoreUnreachable(RuntimeError):
 
 
 def remote_folder(url: str) -> Path:
-    """Return a folder of an fsspec file system, with the methods of Path. Raise ValueError for an unknown protocol."""
+    """Return a folder of an fsspec file system, with Path's methods. ValueError for an unknown protocol."""
     from upath import UPath  # takes half a second
 
     folder: Any = UPath(url, use_listings_cache=False)  # other processes write there as well
@@ -241,7 +239,7 @@ def upload(source: Path, target: Any) -> None:
 
 
 def download(source: Any, target: Path) -> None:
-    """Download a file. If the target exists, it is replaced only after a complete download."""
+    """Download a file. An existing file is replaced only after a complete download."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex}")
     source.fs.get_file(source.path, str(part))

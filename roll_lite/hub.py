@@ -1,8 +1,7 @@
-"""Names on the Hugging Face hub in place of model folders and data files.
+"""Hugging Face hub names in place of model folders and data files.
 
-While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name is
-replaced by a path in this node's cache. Other nodes use their own caches (`HubPath`).
-"""
+While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
+a path in this node's cache. Other nodes use their own caches (`HubPath`)."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's cache of the hub: the folder of a model, or `[configuration]?split=...` of a data set. It is pickled as name and
-    commit; the node that receives it finds or downloads the files in its own cache."""
+    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
+    receiving node finds or downloads the files in its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -105,7 +104,7 @@ def _located(text: str, kind: Kind) -> HubPath:
 
 @cache
 def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> str:
-    """Return the commit of a revision, after downloading all files that checks of the configuration need: all except model weights."""
+    """Return a revision's commit, after downloading the files that configuration checks need: all but model weights."""
     commit = repository.commit(revision)
     repository.download(commit, rest, tell, weights=False)
     return commit
@@ -127,8 +126,8 @@ def fetch(path: Path, tell: Tell = _to_stderr) -> None:
 
 
 def config_notation(path: Path) -> str:
-    """Return a path as a configuration would name it: a path in the hub's cache becomes hf:// with name and commit; other paths do not
-    change."""
+    """Return the path as a configuration would name it: for a path in the hub cache, hf:// with name and commit; any other path
+    unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -139,7 +138,7 @@ def config_notation(path: Path) -> str:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Return True if the folder is a model of the hub whose weights are not all downloaded."""
+    """True for a hub model whose weights are not all downloaded."""
     if not isinstance(folder, HubPath):
         return False
     index = folder / "model.safetensors.index.json"
@@ -148,7 +147,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def data_files(path: HubPath) -> list[Path]:
-    """Return the files of a split of a data set, after downloading those that are missing."""
+    """Return the files of a data set's split; missing ones are downloaded."""
     found = _CACHED.search(str(path))
     assert found is not None, path
     return _download(found)
@@ -173,7 +172,7 @@ class _Repository(NamedTuple):
             return HfApi().resolve_revision(self.name, repo_type=self.kind, revision=revision or None).resolved
 
     def download(self, commit: str, rest: str, tell: Tell, weights: bool = True) -> list[Path]:
-        """Download the missing files of a model (`weights`: weights included) or of a split of a data set (`rest`: `[configuration or
+        """Download missing files of a model (`weights`: with weights) or of a data set's split (`rest`: `[configuration or
         file]?split=...`). Return all files."""
         from huggingface_hub import snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -206,7 +205,7 @@ class _Repository(NamedTuple):
 
     @contextmanager
     def _explained(self, revision: str) -> Iterator[None]:
-        """Turn errors of the hub's client into ValueErrors that say what to do."""
+        """Turn the hub client's errors into ValueErrors with a remedy."""
         from huggingface_hub import constants, errors
 
         what, there = f"the {self.kind} {self.name}", constants.ENDPOINT
@@ -257,7 +256,7 @@ def _progress(blobs: Path, total: float, tell: Tell) -> Iterator[None]:
 
 
 def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
-    """Return the names of a model's files to download. Weights in formats other than safetensors are left out."""
+    """List a model's files to download. Weights in formats other than safetensors are left out."""
     if not any(fnmatchcase(name, WEIGHTS) for name in sizes):
         others = ", ".join(sorted(name for name in sizes if name.endswith((".bin", ".gguf", ".safetensors")))[:3])
         raise ValueError(f"it holds no {WEIGHTS}{f', but {others}' if others else ''}; convert it with save_pretrained of transformers")
@@ -271,8 +270,8 @@ def split_of(name: str) -> str:
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects. A configuration is a folder, but
-    folders that are named `data` or after a split do not count. Raise ValueError, with the choices, if none or several match."""
+    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects, sorted. A configuration is a folder;
+    folders named `data` or after a split do not count as configurations. ValueError, with the choices, if none or several match."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

@@ -16,16 +16,16 @@ from roll_lite.data.samples import Author, Branch
 
 class SampleRows(NamedTuple):
     first: np.ndarray
-    """[samples]: index of the first row of each sample."""
+    """[samples]: index of each sample's first row."""
     sample: np.ndarray
-    """[rows]: index of the sample of each row."""
+    """[rows]: index of each row's sample."""
 
     def total(self, column: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(self.first), dtype=column.dtype).index_add(0, torch.from_numpy(self.sample), column)
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
-    """Map samples to rows. Rows with the same (group, index) belong to one sample; the first row of a sample has branch 0."""
+    """Map samples to rows. Rows with equal (group, index) belong to one sample; its first row has branch 0."""
     identity = torch.stack([group, index], dim=1).numpy()
     _, number = np.unique(identity, axis=0, return_inverse=True)
     first = np.flatnonzero(branch.numpy() == 0)
@@ -35,7 +35,7 @@ def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) 
 
 
 def sample_rows_of(rows: DataProto) -> SampleRows | None:
-    """Map the samples of a batch to its rows; None if every sample has one row."""
+    """Map samples to rows; None if every sample has one row."""
     return sample_rows(rows.tensor("group"), rows.tensor("index"), rows.tensor("branch")) if "branch" in rows else None
 
 

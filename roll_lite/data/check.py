@@ -33,13 +33,13 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum number of rows that are checked: SCANNED_ROWS of a file or folder (about two seconds), or TABLE_ROWS if a preset converts them.
-In a Parquet or Arrow file, only the tag is checked after the first TABLE_ROWS rows."""
+"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), or TABLE_ROWS if a preset converts it. In a Parquet or Arrow
+file, rows after the first TABLE_ROWS are checked for their tag only."""
 NAMED_LINES = 5
 
 
 def check_data(config: RunConfig) -> Iterator[Problem]:
-    """Yield problems with the data of domains (unless dumps are replayed) and of algorithm.ptx."""
+    """Check data of domains (unless dumps are replayed) and of algorithm.ptx."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from _domain(config, f"domains.{name}", domain)
@@ -76,8 +76,8 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Report a training folder that contains validation files, because held-out rows would be trained on. It is not reported if the folder
-    itself is also given as validation data."""
+    """Report a training folder that contains validation files: held-out rows would be trained on. Not reported if the folder itself is also
+    given as validation data."""
     train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
     for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -181,8 +181,7 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (column, message) for each wanted column that a file lacks. Files that cannot be read are skipped, because other checks report
-    them."""
+    """Yield (column, message) for each wanted column missing in a readable file. Other checks report unreadable files."""
     given = {"train": data.train, "validation": data.validation}
     read = [(path, data.preset_of(split)) for split, files in given.items() if files is not None for path in paths_of(files)]
     for file, preset in dict.fromkeys(read):

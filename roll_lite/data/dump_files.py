@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Settings that change the sampling distribution. They must be the same in the dump and in the run."""
+"""Settings that change the sampling distribution; dump and run must agree on them."""
 NAMED = 5
 
 
@@ -80,7 +80,7 @@ def _within(folder: Path) -> dict[int, Path]:
 
 
 def read_header(path: Path) -> DumpHeader:
-    """Return the metadata of a dump. Raise ValueError if the file is damaged, is not a dump, or has another schema version."""
+    """Read a dump's metadata. ValueError if the file is damaged, no dump, or of another schema version."""
     from pyarrow import ArrowException, parquet
 
     try:
@@ -238,7 +238,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that did not exist when the dump was written. Values that fail validation are returned unchanged."""
+    """Add the defaults of fields that did not exist when the dump was written. Settings that fail validation stay unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:

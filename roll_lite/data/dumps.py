@@ -24,7 +24,7 @@ from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
-"""Tokens in a row group of the Parquet file (about 30 MB)."""
+"""Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
 """Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for a list of references; None for a block that is
@@ -64,7 +64,7 @@ DESCRIPTION = {
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
 LONGEST_COLUMN = 1000
-"""Maximum number of characters of a data column's value that are stored."""
+"""Maximum characters stored of a data column's value."""
 UNKNOWN = {"format_ok": False}
 """{column: value that is used in training where the dump has null}."""
 
@@ -76,7 +76,7 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """Row in the training batch; None if the sample does not train."""
+    """Row in the training batch; None if not trained on."""
     baseline: bool
     branch: int = 0
 
@@ -99,11 +99,11 @@ def write_dump(
     clock_offset: float = 0.0,
     rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
-    """Write a dump. The file appears only when it is complete.
+    """Write a dump atomically.
 
-    `groups`: groups with all their samples, also those that do not train. `rows`: the training batch. `facts`: fields of the header.
-    `kept_ids`: whether to store the token ids that truncated sampling kept. `clock_offset`: wall clock minus the event loop's clock, in
-    seconds. `rewards_of`: returns the rewards of a sample's turns, for the column turn_rewards; None: no such column.
+    `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the
+    token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns the reward
+    of each turn of a sample, for the column turn_rewards; None: no such column.
     """
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
@@ -182,7 +182,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Return the Unix times in seconds at which a sample was requested, generated and scored; None for what has not happened."""
+    """Return when a sample was requested, generated and scored, in Unix seconds; None if it was not."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
@@ -203,7 +203,7 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """Escape lone surrogates, which UTF-8 cannot encode; the output of programs may contain them."""
+    """Escape lone surrogates: program output may contain them, but UTF-8 cannot encode them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -221,8 +221,7 @@ def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
 
 
 def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
-    """Return the token columns of entries, null for entries without tokens. Raise RuntimeError if the tokens of a sample that trains are
-    lost."""
+    """Return token columns, null for samples without tokens. RuntimeError if a trained sample's tokens are lost."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
     members: dict[Any, list[int]] = {}
@@ -280,8 +279,7 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Return the batch that was dumped: the samples that train, bit-identical and in the same order. Raise ValueError if the file cannot be
-    used."""
+    """Load the trained samples as the batch that was dumped, bit-identical and in the same order. ValueError for an unusable file."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 

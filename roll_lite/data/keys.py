@@ -1,4 +1,4 @@
-"""Declare every column that a batch may have. A DataProto with any other column raises ValueError."""
+"""Declare every column that a batch may have. DataProto refuses others."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from roll_lite.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Padded rows: columns of tokens are [B, T], of transitions (one entry for each predicted token) [B, T-1] or [B, T-1, k], of rows
-    [B]."""
+    """Padded rows: token columns [B, T], transition columns (one entry per predicted token) [B, T-1] or [B, T-1, k], row columns [B]."""
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
@@ -34,7 +33,7 @@ class MicroBatchOutputs:
     distribution: torch.Tensor | None = None
     """[B, T-1, V]: log-probs of the whole vocabulary."""
     final_value: torch.Tensor | None = None
-    """[B]: value that the critic gives the end of the sequence."""
+    """[B]: the critic's value after the last token."""
 
 
 # ---------------------------------------------------------------- planning
@@ -70,14 +69,14 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. A micro-batch has at most `tokens` tokens; a
-    row with more is a micro-batch by itself."""
+    """Plan few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
+    gets its own."""
 
     tokens: int
     rows: int | None = None
     attention_parity_tokens: float = inf
     with_padding: bool = False
-    """Count padding as tokens. This is needed if outputs are large and padded, such as log-probs of the whole vocabulary."""
+    """Count padding as tokens. Needed for large padded outputs, such as log-probs of the whole vocabulary."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
@@ -96,8 +95,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Puts rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row is a micro-batch by
-    itself."""
+    """Group rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row gets its own."""
 
     tokens: int
     rows: int | None = None
@@ -116,8 +114,7 @@ class PaddedBudget:
 class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
-    """Number of micro-batches that this rank runs, at least 1. If it is larger than the number of `parts`, the last micro-batches are
-    empty."""
+    """Number of micro-batches that this rank runs, at least 1. If it exceeds the number of `parts`, the last micro-batches are empty."""
     tokens_divisor: int = 1
 
     @staticmethod
@@ -152,7 +149,7 @@ class MicroBatchPlan:
         return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
 
     def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the outputs of the micro-batches, [B, T-1, ...], into a column in host memory, in the order of the batch."""
+        """Join the micro-batches' outputs [B, T-1, ...] into a host-memory column in batch order."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], torch.float32)
@@ -161,8 +158,7 @@ class MicroBatchPlan:
         return joined if self._order is None else joined.take(self._order)
 
     def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
-        """Join the packed outputs of the micro-batches, [tokens, ...], into a column in the order of the batch. Padding at the end of an
-        output is dropped."""
+        """Join the micro-batches' packed outputs [tokens, ...] into a column in batch order, without the padding at the end."""
         with_rows = self._with_rows(outputs)
         if not with_rows:
             return Ragged.from_rows([], outputs[0].dtype)
@@ -184,7 +180,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """Index that restores the order of the batch; None if the rows are in that order."""
+        """Index that restores batch order; None if the rows are in order."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 
@@ -193,8 +189,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Pad rows to the length of the longest, with 0 or the column's value in VECTORS. Columns of objects are dropped. Without a
-    response_mask, all predicted tokens count in the loss. An empty batch is padded to T = 2, so that losses can be computed."""
+    """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
+    tokens count in the loss. An empty batch is padded to T = 2, so that losses work on it."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Split the global batch into mini-batches, and each mini-batch over the data parallel ranks. Rows and token weights of a mini-batch do not
+"""Split the global batch into mini-batches, and each mini-batch over data-parallel ranks. A mini-batch's rows and token weights do not
 depend on the parallel layout."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from roll_lite.algorithms.losses import Aggregation, row_weights
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Rows of one optimizer step, or the part of them that a rank gets."""
+    """Rows of one optimizer step, or a rank's share of them."""
 
     epoch: int
     samples: np.ndarray
     weights: np.ndarray
-    """[rows] float32: weight in the loss of each policy token of a row."""
+    """float32 [rows]: loss weight per policy token of a row."""
 
     def share(self, rows: np.ndarray) -> MiniBatch:
         return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
@@ -39,12 +39,12 @@ def cut_mini_batches(
     owners: np.ndarray | None = None,
     rows_are_sequences: bool = False,
 ) -> list[MiniBatch]:
-    """Shuffle the batch in each epoch, seeded by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
+    """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
     and empty mini-batches are dropped.
 
-    `samples`: number of each row, by which mini-batches name their rows. `owners`: number of the sample that each row belongs to; None:
-    each row is a sample. All rows of a sample are in the same mini-batch, and the aggregation of the loss counts them as one sequence,
-    unless `rows_are_sequences`.
+    `samples`: row numbers by which mini-batches name their rows. `owners`: number of the sample that each row belongs to; None if every row
+    is a sample of its own. Rows of a sample share a mini-batch; the loss aggregation counts them as one sequence unless
+    `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
@@ -64,8 +64,7 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
-    """Return the relative cost of each row. In a row of `attention_parity_tokens` tokens, attention costs as much as the rest of the
-    model."""
+    """Return each row's relative cost. In a row of `attention_parity_tokens` tokens, attention costs as much as the rest of the model."""
     return tokens * (1 + tokens / attention_parity_tokens)
 
 
@@ -80,8 +79,8 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Split rows into parts of about equal cost, each of at most `most_rows` rows. Each row, costliest first, goes to the part with the
-    lowest cost so far; on a tie, to the one with fewer rows. So no part is empty if there are enough rows."""
+    """Split rows into parts of about equal cost and at most `most_rows` rows. Rows, costliest first, go to the cheapest part so far; ties
+    go to the part with fewer rows, so that no part is empty if there are enough rows."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

@@ -1,4 +1,4 @@
-"""Command `roll-lite data`: list and show presets, and write their rows to files."""
+"""`roll-lite data`: list and show presets, and write their rows to files."""
 
 from __future__ import annotations
 

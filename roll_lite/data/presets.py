@@ -17,11 +17,11 @@ from roll_lite.data.sources import Row
 from roll_lite.data.stable_hash import stable_hash
 
 MOST_GENERATED_TESTS = 16
-"""Maximum number of generated tests (mutations) that are kept for a problem of code_contests. More of them cost time and find little."""
+"""Maximum mutation-generated tests kept per code_contests problem; further ones cost time and find little."""
 
 
 class LeftOut(str):
-    """Reason why a row is left out."""
+    """Reason for leaving a row out."""
 
 
 class _Unfit(Exception):
@@ -29,7 +29,7 @@ class _Unfit(Exception):
 
 
 def converted(rows: Iterator[Row], name: str | None) -> Iterator[Row]:
-    """Convert rows to the columns of the preset `name`; None: no conversion. Rows that could not be read are yielded unchanged."""
+    """Convert rows to the columns of preset `name` (None: no conversion). Unreadable rows stay unchanged."""
     if name is None:
         yield from rows
         return
@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 
 
 def _messages(value: Any) -> Any:
-    """Drop the last message if it is the assistant's, because in some data sets it is the answer."""
+    """Drop a final assistant message, which is the answer in some data sets."""
     messages = json.loads(value) if isinstance(value, str) else value
     kept = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     return [{"role": one["role"], "content": one["content"]} for one in kept]
@@ -123,7 +123,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def _gpqa(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Shuffle the options, in an order that depends only on the question."""
+    """Shuffle options in an order that depends only on the question."""
     right, *wrong = (str(row[name]).strip() for name in ("Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))))
     options = [right, *wrong]
     random.Random(stable_hash("gpqa", row["Question"])).shuffle(options)
@@ -150,8 +150,7 @@ class _TextsOnly(pickle.Unpickler):
 
 
 def _livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all tests, public and private, and the text of the task. Private tests are JSON, or a pickle of JSON, compressed and in
-    base64."""
+    """Return all tests, public and private, and the text of the task. Private tests are JSON, or base64 of a compressed pickle of JSON."""
     public, private = (row[f"{which}_test_cases"] for which in ("public", "private"))
     if not private.lstrip().startswith("["):
         private = _TextsOnly(io.BytesIO(zlib.decompress(base64.b64decode(private)))).load()

@@ -24,11 +24,11 @@ Split = Literal["train", "validation"]
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
 ROWS_AT_ONCE = 1024
-"""Number of rows that are tokenized at a time: the output of the tokenizer takes ten times the memory of the ids."""
+"""Rows tokenized at a time: tokenizer output takes ten times the memory of the ids."""
 
 
 class PromptSet:
-    """Prompts of a domain. The uid of a prompt is its index."""
+    """Prompts of a domain; a prompt's index is its uid."""
 
     def __init__(self, domain: str) -> None:
         self.domain = domain
@@ -48,7 +48,7 @@ class PromptSet:
         weight: float = 1.0,
         question: Any = None,
     ) -> None:
-        """Append a prompt. `weight`: weight of its samples in the loss. `question`: the prompt without the template."""
+        """Append a prompt. `weight`: loss weight of its samples. `question`: the prompt without template."""
         self._ids.append(np.array(token_ids, np.int32).tobytes())
         # An answer or question that is also a column's value is pickled once.
         self._rows.append(pickle.dumps((text, question, answer, dict(columns or {})), pickle.HIGHEST_PROTOCOL))
@@ -85,8 +85,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Load the prompts of a domain, at most `limit`. Raise one ValueError for up to ten mistakes in the data. `domains`: all domains; in a
-    file that several domains share, rows with a tag of another domain are skipped."""
+    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains. In a file that several
+    domains share, rows with another domain's tag are skipped."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -131,7 +131,7 @@ class _Loader:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
-        """(number of tokens, file and row) of each prompt that is longer than max_prompt_tokens."""
+        """(number of tokens, file and row) of each prompt over max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._preset = config.data.preset_of(split)
@@ -160,7 +160,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Render the prompt of a row; None if the row is left out. Raise ValueError if the row cannot be used."""
+        """Render a row's prompt; None if the row is left out. ValueError if it is unusable."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1
@@ -231,7 +231,7 @@ SAME_DATA = "Use the same data, or give the domain another name, under which it 
 
 
 class PromptOrder:
-    """Endless order of prompts. In each epoch, every prompt occurs once, in an order that depends on seed, domain and epoch."""
+    """Endless order of prompts: each epoch has every prompt once, shuffled by seed, domain and epoch."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:

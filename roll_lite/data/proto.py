@@ -25,7 +25,7 @@ VECTORS = {
     "ref_distribution": 0,
     "old_distribution": 0,
 }
-"""Padding values of the columns in which an entry is a vector [k]."""
+"""Padding values of the columns whose entries are vectors [k]."""
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
@@ -39,8 +39,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Immutable batch. The kind of a column in data/keys.py determines its type: tensor [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or NumPy
-    array of objects (OBJECT). Never write to a column: it may be in Ray's object store."""
+    """Immutable batch. Its columns are, by their kind in data/keys.py, tensors [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object
+    arrays (OBJECT). Never write to columns: they may be in Ray's object store."""
 
     columns: Mapping[str, Column]
 
@@ -129,7 +129,7 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Return the rows from `start` to `stop` (exclusive), without copying tokens."""
+        """Return rows without copying tokens."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {

@@ -75,7 +75,7 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Return the rows from `start` to `stop` (exclusive), without copying values."""
+        """Return rows without copying values."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -127,21 +127,21 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor that shares the memory of the array. The memory may be read-only, so never write to the tensor."""
+    """Share the array's memory, which may be read-only: never write to the tensor."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if two tensors are equal; NaN equals NaN here."""
+    """Compare tensors; NaN equals NaN."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """Return row numbers as an int64 tensor [n]. Raise ValueError for a boolean mask, which would be read as rows 0 and 1."""
+    """Convert to int64 [n]. Boolean masks are refused: they would be read as rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Read and check the values of a row of data. Runs and `roll-lite check` use the same functions."""
+"""Read and check the values of a data row; shared by `roll-lite check` and runs."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return the files in a column as {name: text}. Names with null are dropped: in formats such as Parquet, every row has the file names
-    of all rows, with null for the files that it lacks."""
+    """Return the column's files: name -> text. Names with null are dropped: formats such as Parquet give every row the file names of all
+    rows, with null for files that the row lacks."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
@@ -99,8 +99,8 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Return the paths of the given data files, and of the data files in given folders. Missing or broken files are skipped, because other
-    checks report them."""
+    """Return the paths of the given data files, and of those in given folders. Missing or broken ones are skipped, since other checks
+    report them."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -109,7 +109,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds the domain of a row in a file that several domains share: the domain that reads the file and lists the tag of the row."""
+    """Finds a row's domain in a file shared by domains: the domain that reads the file and lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

@@ -26,8 +26,7 @@ class SampleOutcome(StrEnum):
 
 
 class Packed:
-    """Base class of records that are often sent between processes. Only the values of the fields are pickled, which takes a third of the
-    usual time."""
+    """Base class of records often sent between processes. Pickles only the fields' values, in a third of the usual time."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -39,7 +38,7 @@ class Packed:
 class Prompt:
     domain: str
     uid: int
-    """Index among the prompts of the domain. It is the same after a restart."""
+    """Index in the domain's prompts; stable over restarts."""
     text: str
     """Model input, with the template applied."""
     token_ids: tuple[int, ...]
@@ -47,12 +46,12 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     question: Any = None
-    """Prompt from the data, without the template: a text or chat messages."""
+    """Prompt from the data, without template: a text or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleId:
-    """Identity of a sample. Samples of a validation have epoch -1."""
+    """Identity of a sample. Validation samples have epoch -1."""
 
     domain: str
     prompt_uid: int
@@ -82,10 +81,10 @@ class Sampling(Packed):
 
 
 class TokenRow(NamedTuple):
-    """Reference to the tokens of a sample: a row of a token block, which is a table of many samples' tokens (workers/token_blocks.py)."""
+    """Reference to a sample's tokens: a row of a token block, a table of many samples' tokens (workers/token_blocks.py)."""
 
     block: Any
-    """Ray object reference or, within one process, the token block itself."""
+    """Ray object reference or, within one process, the token block."""
     row: int
     length: int
 
@@ -96,13 +95,13 @@ class GenerationRequest(Packed):
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """Tokens of an earlier request, which come before `prompt_ids`. The worker puts both together, because engines take whole prompts."""
+    """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
     """Number of tokens at the end of the context that belong to this response: they were generated before it was interrupted. The text of
     the completion includes them, and stop strings may begin in them; the completion's other fields are about new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
-    """Whether to exclude the context from the loss, because another row of the sample trains on it."""
+    """Exclude the context from the loss: another row of the sample trains on it."""
 
     @property
     def prompt_length(self) -> int:
@@ -115,7 +114,7 @@ class GenerationRequest(Packed):
 
 
 class VersionSpan(NamedTuple):
-    """Weight version of the tokens from index `start` to the start of the next span."""
+    """Weight version of the tokens from index `start` up to the next span."""
 
     start: int
     version: int
@@ -134,7 +133,7 @@ def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Response of an engine to a request. If `error` is set, the other fields have no meaning."""
+    """Engine's response to a request. If `error` is set, ignore the other fields."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -146,15 +145,15 @@ class Completion:
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """For each position, the token ids that truncated sampling kept; None if they were not requested."""
+    """Token ids that truncated sampling kept at each position, if requested."""
     cached_tokens: int = 0
     drafted: int = 0
     """Number of tokens that speculative decoding drafted; 0 for aborted requests."""
     accepted: int = 0
     """Number of drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """int16 [tokens, expert layers * experts per token]: experts to which the tokens of prompt and response were routed. The last token is
-    missing, because it was not processed."""
+    """int16 [tokens, expert layers * experts per token]: experts to which prompt and response tokens were routed. The last token was not
+    processed and is missing."""
 
 
 class Turn(NamedTuple):
@@ -173,7 +172,7 @@ class Turn(NamedTuple):
     engines: tuple[int, ...] = ()
     """Numbers of the engines that sampled the response, in order. There are several if it was interrupted and continued elsewhere."""
     ids: bytes = b""
-    """Token ids of the response, int32; empty if they were not requested."""
+    """int32 token ids of the response, if requested."""
     drafted: int = 0
     accepted: int = 0
 
@@ -194,7 +193,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 
 
 class Author(StrEnum):
-    """Author of tokens. Only tokens of the policy are trained on."""
+    """Author of tokens. Only the policy's tokens are trained on."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -206,7 +205,7 @@ class Segment:
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Weight versions of the segment, which is a sequence of tokens by one author. Index 0 is its first token."""
+    """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
     """Index of the response among the responses of the sample; None if the segment is not a response."""
@@ -218,19 +217,19 @@ class EpisodeRecord(Packed):
     """Whole conversation; if an agent had several, the one with the last response."""
     rewards: tuple[float, ...] = ()
     score: float = 0.0
-    """Score of the episode: rewards combined according to domains.NAME.environment.rewards."""
+    """Rewards combined as domains.NAME.environment.rewards says."""
     correct: bool | None = None
-    """Whether the task was solved, according to the environment; None: the score decides."""
+    """The environment's verdict; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: tuple[tuple[dict[str, Any], ...], ...] = ()
     """Further conversations of the agent, in the order of their first response."""
     answer: str | None = None
-    """Answer to be scored instead of the last response; None: the last response is scored."""
+    """Answer to score instead of the last response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Training row of a sample: its prompt, followed by responses and messages of the environment."""
+    """Training row of a sample: the prompt, then responses and environment messages."""
 
     segments: tuple[Segment, ...] = ()
     tokens: TokenRow | None = None
@@ -259,20 +258,20 @@ class Branch:
 
     @property
     def engine(self) -> int | None:
-        """Number of the engine that sampled all responses of the row; None if several engines did."""
+        """Engine that sampled all responses of the row; None if several did."""
         engines = {engine for segment in self.segments for engine in segment.engines}
         return engines.pop() if len(engines) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript(Branch):
-    """Tokens of a sample: its first training row and, if the conversation of its agent branched, further rows."""
+    """Tokens of a sample: its first training row and, if an agent's conversation branched, further rows."""
 
     text: str = ""
     finish_reason: FinishReason | None = None
     episode: EpisodeRecord | None = None
     branches: tuple[Branch, ...] = ()
-    """Further training rows. In each of them, responses that another row trains on count as prompt."""
+    """Further training rows. In them, responses that another row trains on count as prompt."""
 
     @property
     def rows(self) -> tuple[Branch, ...]:
@@ -280,7 +279,7 @@ class Transcript(Branch):
 
     @property
     def last_text(self) -> str:
-        """Text to score: the answer of an agent or, without one, the last response without its tool calls."""
+        """Text to score: an agent's answer, or the last response without tool calls."""
         if self.episode is None:
             return self.text
         if self.episode.answer is not None:
@@ -300,7 +299,7 @@ class RewardInput(Packed):
     columns: dict[str, Any]
     finish_reason: str
     question: Any = None
-    """Prompt from the data, without the template: a text or chat messages."""
+    """Prompt from the data, without template: a text or chat messages."""
     episode: EpisodeRecord | None = None
 
     @staticmethod
@@ -310,14 +309,14 @@ class RewardInput(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Score(Packed):
-    """Result of a reward function. If the function returns a number or bool, this becomes Score(value)."""
+    """Result of a reward function; a number or bool becomes Score(value)."""
 
     value: float
     correct: bool | None = None
     """Whether the response is correct; None: it is if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
-    """Whether the response matches the format pattern of the domain; None if the domain has no pattern."""
+    """True if the response matches the domain's format pattern; None if the domain has no pattern."""
     answer: str | None = None
     """Answer found in the response, for majority votes. Empty: none was found. None: the reward does not look for an answer."""
     terms: dict[str, float] = field(default_factory=dict)
@@ -339,7 +338,7 @@ class Sample:
     timed_out: bool = False
     """Whether generation timed out; the transcript is then partial."""
     asked: float | None = field(default=None, compare=False)
-    """Time of the first request in seconds, by the clock of the event loop."""
+    """Time of the first request, on the event loop's clock in seconds."""
     generated: float | None = field(default=None, compare=False)
     scored: float | None = field(default=None, compare=False)
 
@@ -350,7 +349,7 @@ class SampleGroup:
     domain: str
     samples: tuple[Sample, ...]
     baseline: Sample | None = None
-    """Greedy sample (for ReMax), which is scored but does not train."""
+    """Greedy sample (for ReMax); scored but never trained on."""
 
     @property
     def timed_out(self) -> bool:

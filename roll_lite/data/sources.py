@@ -1,4 +1,4 @@
-"""Read the rows of data files, of folders, and of data sets on the hub."""
+"""Read rows of data files, folders, and data sets of the hub."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes that a single file may have. In a folder only files with suffixes of KINDS are read, because CSV and JSON files there are often
-not data."""
+"""Suffixes accepted for a single file. In a folder only those of KINDS are read, since CSV and JSON files there are often not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -42,7 +41,7 @@ class Row(NamedTuple):
     """"line" or "row": what `number` counts, from 1."""
     number: int
     content: dict[str, Any] | str
-    """{column: value}; or a text that says why the row cannot be read or is left out."""
+    """Column -> value. A text says why the row is unreadable or left out."""
 
     @property
     def place(self) -> str:
@@ -131,7 +130,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 
 def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yield the rows of a file. `columns`: columns of a table to read; None: all."""
+    """Yield rows. `columns`: columns to read of a table (None: all)."""
     try:
         contents = _table(shard, columns) if shard.kind not in ("jsonl", "json") else _json_rows(shard)
         for number, content in contents:
@@ -151,7 +150,7 @@ def _json_rows(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line number, row or error text). The file is read as bytes, so that invalid UTF-8 is an error of one line only."""
+    """Yield (line number, row or error). Reads bytes, so that invalid UTF-8 is an error of its line only."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             raw = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line

@@ -1,4 +1,4 @@
-"""Hash that is the same in all processes. Python's own hash is salted."""
+"""Hash that is equal in all processes, unlike Python's salted hash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def stable_hash(*parts: object) -> int:
-    """Return a hash of 63 bits, which every engine accepts as a seed."""
+    """Return a 63-bit hash, a valid seed for every engine."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -1,4 +1,4 @@
-"""Serve the rows of `algorithm.ptx` (supervised data that the actor trains on in addition to samples), in a seeded, resumable order."""
+"""Serve the rows of `algorithm.ptx` (supervised data trained beside the policy loss) in a seeded, resumable order."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Return the rows of the next optimizer step. They are weighted so that their summed loss is algorithm.ptx.coef times the mean
-        cross-entropy of a learned token."""
+        """Draw the rows of one optimizer step. Their token weights make the summed loss algorithm.ptx.coef times the mean cross-entropy per
+        learned token."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -42,7 +42,7 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
-        """Draw the rows of `updates` optimizer steps, and split the rows of each step over the ranks at about equal cost. Return batches as
+        """Draw the rows of `updates` optimizer steps, and split each step's rows over the ranks at about equal cost. Returns batches as
         [rank][step]."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]

@@ -10,7 +10,7 @@ from roll_lite.data.row_values import RowError, messages_of, text_of
 from roll_lite.files import first_line, read_text
 
 Tokenizer = Any
-"""Any instead of the real type, because importing transformers is slow."""
+"""Untyped, since importing transformers is slow."""
 
 
 def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
@@ -41,7 +41,7 @@ class Template:
             raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
-        """Return the prompt of a row as text. Raise RowError if the value of a column cannot be used."""
+        """Render a row's prompt. RowError if a column's value cannot be used."""
         if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
@@ -54,8 +54,8 @@ class Template:
             raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text. The tokenizer adds its special tokens (BOS for Llama, none for Qwen) only to plain text: the
-        text of a chat template has them already."""
+        """Tokenize. Plain text gets the tokenizer's own special tokens (BOS for Llama, none for Qwen); a chat template's text already has
+        them."""
         if not texts:
             return []
         add = isinstance(self._config, PlainTemplateConfig)

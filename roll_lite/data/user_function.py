@@ -10,8 +10,8 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str, or_class: bool = False) -> Callable[..., Any]:
-    """Load the function "package.module.function", or a class if `or_class`. Raise ValueError if this fails. `path`: YAML path for
-    messages. `shape`: expected signature, for messages."""
+    """Load "package.module.function" (or a class, if `or_class`); ValueError on failure. `path` (YAML path) and `shape` (expected
+    signature) are for messages."""
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
@@ -37,7 +37,7 @@ def load_function(name: str, path: str, shape: str, or_class: bool = False) -> C
 
 
 def search_current_folder() -> str:
-    """Add the current folder to the import path, and return it. Python itself adds only the folder of the script."""
+    """Add the current folder to the import path, and return it. Python itself adds only the script's folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

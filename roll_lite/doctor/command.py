@@ -1,5 +1,4 @@
-"""Command `roll-lite doctor`: print what would keep a run from working on this machine or on the nodes of a cluster, and what to do about
-it."""
+"""Command `roll-lite doctor`: prints what would keep a run from working on this machine or on the nodes of a cluster, and what to do."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def _examine(asked: argparse.Namespace) -> Iterator[Diagnosis]:
 
 
 def reach_ray(address: str | None) -> str:
-    """Start Ray as a run does, or attach to a running cluster. Return a sentence about the cluster."""
+    """Start Ray as a run does, or attach to a cluster. Return a sentence about it."""
     started = time.monotonic()
     with ray_session(RayConfig(address=address), None) as session:
         if session.started:
@@ -68,8 +67,7 @@ def reach_ray(address: str | None) -> str:
 
 
 def run_tiny(why: str, engine: str, address: str | None, *settings: str) -> Diagnosis:
-    """Run the tiny model in the package with an engine and these settings. The folder of a failed run is kept. `why`: prefix of the check's
-    name."""
+    """Run the shipped tiny model with an engine and these settings; keep the folder of a failed run. `why`: prefix of the check's name."""
     from roll_lite.pipeline.agreement import BOUND  # imports torch
 
     check, started, folder = f"{why} {engine}", time.monotonic(), Path(tempfile.mkdtemp(prefix="doctor-"))

@@ -1,4 +1,4 @@
-"""Checks of one machine that take seconds: versions, engines, GPUs, memory, shared memory, disk, open files, sandbox, ports, clock."""
+"""Checks of one machine, in seconds: versions, engines, GPUs, memory, shared memory, disk, open files, sandbox, ports, clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roll_lite.pipeline.shortages import check_machine as find_shortages
 from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
 
 PORTS = 6379, 8265, 8700
-"""Default ports of Ray's head node, of its dashboard and of `roll-lite view`. A run that starts its own Ray uses ports that the system
+"""Default ports of Ray's head node, its dashboard and `roll-lite view`. A run that starts its own Ray takes ports that the system
 chooses."""
 TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
 ABSENT = "not installed"
@@ -41,7 +41,7 @@ NO_CODE = "code rewards and Python tools refuse to start (roll-lite docs code_re
 SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS connections may be refused"
 
 SECONDS = 60.0
-"""Time limit in seconds of a check that runs in a separate process."""
+"""Time limit in seconds for a check in a separate process."""
 LEAST_FREE = 0.9
 """Fraction of its memory. If less is free, the GPU counts as used by another process."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
@@ -59,14 +59,14 @@ class Diagnosis:
     status: str = "fault"
     """"fault" or "warning"; changed to "ok" if there is no remedy."""
     node: str = ""
-    """Address of the node if several nodes are checked; else empty."""
+    """Address of the node, if several are checked."""
 
     def __post_init__(self) -> None:
         self.status = self.status if self.remedy else "ok"
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a separate process. Raise RuntimeError if the process crashes or takes longer than SECONDS."""
+    """Call a function in a separate process. RuntimeError if the process crashes or takes longer than SECONDS."""
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
         return pool.submit(function, *arguments).result(SECONDS)
@@ -79,7 +79,7 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_versions() -> Iterator[Diagnosis]:
-    """Compare the versions of installed packages with the ranges in the metadata of roll_lite."""
+    """Compare installed packages with the ranges in roll_lite's own metadata."""
     for requirement in map(Requirement, metadata.requires("roll_lite") or ()):
         try:
             version = metadata.version(requirement.name)
@@ -118,7 +118,7 @@ def check_gpus() -> Iterator[Diagnosis]:
 
 
 def ask_torch() -> tuple[str, list[Memory], list[str]]:
-    """Open each GPU. Return (version of torch, GPUs, pairs of GPUs such as `0-1` that cannot read each other's memory)."""
+    """Open each GPU. Return (torch's version, GPUs, pairs of GPUs such as `0-1` that cannot read each other's memory)."""
     import torch
 
     cuda, numbers = torch.cuda, range(torch.cuda.device_count())
@@ -131,8 +131,8 @@ def ask_torch() -> tuple[str, list[Memory], list[str]]:
 
 
 def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: str) -> Iterator[Diagnosis]:
-    """Report the GPUs, their free memory, and the links between them. `versions`: of torch and driver. `blind`: pairs without peer access.
-    `topology`: output of `nvidia-smi topo -m`."""
+    """Report GPUs, free memory and links. `versions`: of torch and driver; `blind`: pairs without peer access; `topology`: output of
+    `nvidia-smi topo -m`."""
     used = [f"GPU {n} has {free / GIB:.0f} GiB free" for n, (_, free, total) in enumerate(gpus) if free < LEAST_FREE * total]
     remedy = f"{', '.join(used)}: end the processes that nvidia-smi lists, or leave these out by CUDA_VISIBLE_DEVICES" if used else ""
     yield Diagnosis("gpus", f"{len(gpus)} x {' and '.join(sorted({name for name, *_ in gpus}))}, {versions}", remedy, "warning")
@@ -148,7 +148,7 @@ def links_of(topology: str) -> list[str]:
 
 
 def check_space(run_folder: Path) -> Iterator[Diagnosis]:
-    """Check memory, disk, shared memory and the limit of open files."""
+    """Check memory, disk, shared memory and open files."""
     facts, problems = Scout().look(run_folder, []), {problem.path: problem.message for problem in find_shortages()}
     room = f"{facts.memory_gib:.1f} GiB of memory and {facts.disk_gib:.1f} GiB of disk are free, {os.cpu_count()} CPU cores"
     yield Diagnosis("room", room, DISK if facts.disk_gib < LEAST_DISK_GIB else "", "warning")
@@ -164,7 +164,7 @@ def check_ports(ports: Sequence[int] = PORTS) -> Iterator[Diagnosis]:
 
 
 def check_sandbox(walls: str = "namespaces") -> Iterator[Diagnosis]:
-    """Start a sandbox and report what it isolates. `walls`: strongest kind of isolation to try."""
+    """Start a sandbox. `walls`: the strongest kind of isolation to try."""
     sandbox = Sandbox(walls)
     try:
         found = sandbox.start()

@@ -24,17 +24,17 @@ from roll_lite.files import first_line
 from roll_lite.pipeline.node_facts import differences, look_at, node_table, warnings
 
 BYTES, REPEATS = 32 << 20, 4
-"""Size of the message in bytes, and number of tries, in a measurement of bandwidth. The fastest try counts."""
+"""Size of a measured message, and number of tries; the fastest try counts."""
 CALL_SECONDS = 120.0
 SLOW = 4.0
-"""Factor by which the median pair of nodes must be faster for a pair to count as slow."""
+"""A pair of nodes is slow if the median pair is faster by this factor."""
 COLUMNS = ("gpus", "shared memory", "open files", "sandbox")
-"""Names of the checks that the table of nodes shows."""
+"""Checks that the table of nodes shows."""
 LINK = "look at this link: its interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), cable and switch port"
 
 
 class NodeWorker(Worker):
-    """Process on a node of the cluster. The processes of all nodes form a process group."""
+    """Process on a node; the processes of all nodes form a process group."""
 
     def check(self, run_folder: Path) -> list[Diagnosis]:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from workers that reserve none
@@ -61,7 +61,7 @@ class NodeWorker(Worker):
 
 
 def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
-    """Yield a table of the nodes of a cluster, and the diagnoses of each node and of the links between nodes."""
+    """Yield a table of the cluster's nodes, and diagnoses of each node and of the links between nodes."""
     with ray_session(RayConfig(address=address), None):
         alive = sorted(
             (node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id()
@@ -95,8 +95,8 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
-    """Report the bandwidths, and warn of slow links. `places`: addresses of the nodes. `speeds`: bytes per second between each two
-    neighbours in `places`, followed by those of an all-reduce over all nodes."""
+    """Report the bandwidths, and warn of slow links. `places`: node addresses. `speeds` in bytes per second: between each two neighbours in
+    `places`, then of an all-reduce over all."""
     *pairs, together = speeds
     told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
     yield Diagnosis(backend, told)

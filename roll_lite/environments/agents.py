@@ -1,4 +1,4 @@
-"""Let agents talk with the policy over HTTP: match each request with the sampled response whose conversation it continues."""
+"""Agents that talk with the policy over HTTP: match each request with the sampled response that it continues."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from roll_lite.sandbox import kernel
 MOST_CHARACTERS = 64
 READ_SECONDS = 2.0
 OUTPUT_BYTES = 2**16
-"""Maximum bytes of an agent program's output that are kept: its end."""
+"""Maximum bytes kept of an agent program's output: the last ones."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
     base_url: str
-    """Base URL for clients of OpenAI's APIs. For Anthropic's client, remove the final /v1."""
+    """Base URL for clients of OpenAI's APIs. Anthropic's client needs it without /v1."""
     api_key: str
     model: str = "policy"
 
@@ -55,7 +55,7 @@ class _Node:
     number: int
     ids: list[int]
     length: int
-    """Number of tokens of the conversation, up to the end of the response."""
+    """Number of tokens in the conversation up to the response's end."""
 
 
 class AgentSession:
@@ -129,8 +129,8 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate the thoughts, cut the text at a stop string, and make call ids unique. Return (message,
-        stop string that was found or None)."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop string
+        that was found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
@@ -152,8 +152,7 @@ def _json(value: Any) -> bytes:
 
 
 def play_agent(agent: Agent, host: str, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer], gives_reward: bool) -> EpisodeFunction:
-    """Return the function that plays an episode with an agent. `renderer_of`: tools -> renderer. `gives_reward`: whether the agent returns
-    a reward; otherwise it returns an answer to score."""
+    """Build the function that plays an episode with an agent. `gives_reward`: the agent returns a reward; otherwise an answer to score."""
     from roll_lite.environments.endpoint.server import EndpointServer  # aiohttp takes a while to import
 
     server = EndpointServer()
@@ -194,8 +193,8 @@ def _reward(result: Any) -> float:
 
 
 def command_agent(command: Sequence[str]) -> Agent:
-    """Return an agent that runs a program. The program reads the task as JSON from standard input and the endpoint from environment
-    variables. The last line that it prints is the result."""
+    """Build an agent that runs a program. The program gets the task as JSON on standard input and the endpoint in environment variables;
+    its last line of output is the result."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Message = dict[str, Any]
-"""Chat message with `role` and `content`. Messages of the assistant may have `tool_calls`; messages of tools have `tool_call_id` and
-`name`."""
+"""Chat message: role and content. Assistant messages may have tool_calls; tool messages have tool_call_id and name."""
 
 
 @dataclass(frozen=True)
 class Task:
     messages: list[Message]
-    """Messages of the first prompt: the template's system message, if any, and the prompt of the row."""
+    """First prompt: the template's system message, if any, and the row's prompt."""
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    """Seed for random numbers of the environment. In deterministic runs, it depends only on the sample."""
+    """Seed for the environment's random numbers. In deterministic runs it depends only on the sample."""
 
 
 class Step(NamedTuple):
@@ -32,15 +31,14 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """Environment of one episode, written by users. Methods may be async. If it has a method `close`, this is called at the end."""
+    """Environment of one episode. Methods may be async. A `close` method, if present, is called at the end."""
 
     def reset(self, task: Task) -> Sequence[Message] | None:
-        """Begin an episode. Return the messages of the first prompt, or None to use those of the task."""
+        """Begin an episode; return the first prompt's messages, or None to use the task's."""
         ...
 
     def step(self, message: Message) -> Step:
-        """React to a response of the policy. Return a Step, a tuple with the first fields of a Step, or a text, which becomes a user
-        message."""
+        """Answer a response of the policy. Returns a Step, a tuple of a Step's first fields, or a text, which becomes a user message."""
         ...
 
 
@@ -60,9 +58,9 @@ def opening(task: Task, text: str) -> list[Message]:
 
 
 def seed_of(task: Task) -> int:
-    """Return the seed for a generated task. It is the row's column `seed`, if any, so that all samples of a prompt get the same task."""
+    """Seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
     return int(task.columns.get("seed", task.seed))
 
 
 class EpisodeOver(Exception):
-    """Raised when the episode has reached a limit, so that no further response is possible. Environments must not catch it."""
+    """End of the episode at a limit: no further response is possible. Do not catch it."""

@@ -78,8 +78,7 @@ def _play(
 
 
 def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Load an environment of another project. Return the function that plays an episode, and the schemas of its tools. Raise ValueError if
-    its settings are wrong."""
+    """Load another project's environment. Return the function that plays an episode, and its tool schemas; ValueError for a mistake."""
     try:
         match settings:
             case GymEnvironmentConfig():
@@ -121,7 +120,7 @@ def task_of(domain: DomainConfig, prompt: Prompt, seed: int) -> Task:
 
 
 def tools_of(settings: ToolConfig, path: str, calls: Calls, turn_timeout_s: float, start_timeout_s: float) -> Tools:
-    """Load the tools of one entry, whose YAML path is `path`. Raise ValueError if its settings are wrong."""
+    """Load the tools of the entry at YAML path `path`; ValueError for a mistake in it."""
     try:
         match settings:
             case PythonToolConfig():

@@ -1,4 +1,4 @@
-"""Check environments before the run starts, by loading them as workers do. This imports the users' modules."""
+"""Check environments as their workers load them, before anything starts. This imports users' modules."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from roll_lite.models.model_files import chat_templates
 
 
 def check_environments(config: RunConfig, makes: bool = True) -> Iterator[Problem]:
-    """Yield problems with the environments of all domains. `makes`: also make an environment of each adapter, and ask MCP servers for their
-    tools."""
+    """Yield the problems of environments. `makes`: also make one environment of each adapter, and ask MCP servers for their tools."""
     if vars(config).get("mode") != "train_only":
         for name, domain in config.domains.items():
             yield from readable(_environment(config, f"domains.{name}", domain, makes))

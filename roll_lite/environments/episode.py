@@ -1,5 +1,4 @@
-"""Play episodes in the worker of an environment: render messages to tokens, and pass them to the policy. This module needs neither Ray nor
-engines."""
+"""Play episodes in an environment's worker: render messages to tokens and pass them to the policy. Independent of Ray and engines."""
 
 from __future__ import annotations
 
@@ -34,10 +33,10 @@ class Renderer(Protocol):
         ...
 
     thinking: bool
-    """True if the generation prompt ends with the opening tag of the thoughts (<think>), so that responses do not have that tag."""
+    """True if the generation prompt already opens the thoughts (<think>), so that responses lack the opening tag."""
 
     def text(self, text: str) -> list[int]:
-        """Tokenize a prompt that is given as text, without a template."""
+        """Tokenize a whole prompt without a template."""
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
@@ -45,7 +44,7 @@ class Renderer(Protocol):
         ...
 
     def difference(self) -> str | None:
-        """Describe where the tokens of an episode differ from the whole conversation rendered at once; None if they are equal."""
+        """Describe where an episode's tokens differ from the whole conversation rendered at once; None if nowhere."""
         ...
 
 
@@ -76,7 +75,7 @@ class Ask(NamedTuple):
     ids: bytes
     """Token ids of the new tokens, int32."""
     most: int | None
-    """Maximum tokens of the response; None: all tokens that are left."""
+    """Maximum tokens of the response; None: all that are left."""
     stop: tuple[str, ...] = ()
 
 
@@ -94,7 +93,7 @@ class Failed(NamedTuple):
 
 Event = Ask | Ended | Failed
 EpisodeFunction = Callable[[Task, "Policy"], Awaitable[Any]]
-"""Function that plays one episode. It may return the reward of the last response; a bool also tells whether the task was solved."""
+"""Function that plays one episode. It may return the last response's reward; a bool also sets whether the episode was solved."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +124,9 @@ class Policy:
         self.finish_reason: FinishReason | None = None
         """Limit that the episode has reached, or STOP if an agent ended by itself. Sampling another response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None
-        """(reason, explanation) of the limit that was reached last; None if no limit was."""
+        """Limit that was reached last: (reason, explanation)."""
         self.refusal: str | None = None
-        """Why the last refused request of an agent was refused."""
+        """Why an agent's last refused request was refused."""
         self.cancelled = False
         self.limits = limits
         self.room = room
@@ -144,7 +143,7 @@ class Policy:
         self._given = self._template = self._sampled = 0
 
     async def respond(self, messages: str | Message | Sequence[Message]) -> Message:
-        """Append messages to the conversation, and let the policy respond. Return its message. Raise EpisodeOver at a limit."""
+        """Add messages, and let the policy respond. Raises EpisodeOver at a limit."""
         if self._answers:
             raise RuntimeError("the policy was asked for a response while it writes another one")
         new = messages_from(messages)
@@ -272,7 +271,7 @@ class Player:
                 self._policies[order.episode].answered(order)
 
     def note(self) -> str | None:
-        """Return a note for the user about how conversations are rendered, or None."""
+        """Note for the user about the rendering, or None."""
         return self._renderer.difference()
 
     @property
@@ -280,7 +279,7 @@ class Player:
         return self._calls.stuck
 
     async def events(self, max_wait_s: float) -> list[Event]:
-        """Return the events since the last call. If there are none, wait at most `max_wait_s` for the first."""
+        """Return the events since the last call. Waits for the first, at most `max_wait_s`."""
         if not self._events:
             self._changed.clear()
             try:

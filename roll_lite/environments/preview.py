@@ -66,7 +66,7 @@ class LocalPolicy:
 
 
 def preview_episodes(config: RunConfig, name: str, split: Split, episodes: int) -> int:
-    """Play and print episodes. Return the exit code: 1 if an episode failed."""
+    """Play and print episodes. Return the exit code: 1 if one failed."""
     domain, path = config.domains[name], f"domains.{name}"
     if domain.environment is None:
         raise ValueError(f"--episodes: {path} has no environment; leave it out to score responses")

@@ -1,4 +1,4 @@
-"""Tool `python`: each episode has its own sandboxed interpreter."""
+"""Tool `python`: a sandboxed interpreter for each episode."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PythonTool:
 
 
 class Interpreter:
-    """Interpreter that serves one episode at a time. It starts at the first call, and starts again at the next call if it has ended."""
+    """Interpreter of one episode at a time. It starts at the first call, and again if it has ended."""
 
     def __init__(self, settings: PythonToolConfig) -> None:
         self.sandbox = Sandbox(python_path=list(map(str, settings.python_path)))

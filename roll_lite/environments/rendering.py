@@ -1,8 +1,7 @@
-"""Render the messages of an episode to tokens. Sampled responses keep their tokens; only the text after a response is rendered and
-tokenized.
+"""Render an episode's messages to tokens. Sampled responses keep their tokens; only the text after them is rendered and tokenized.
 
-Text of users, tools and environments never becomes an added token such as `<|im_end|>`: if it spells one, it is split after the first
-character, and the parts are tokenized separately.
+Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it spells one, it is split after the first
+character and tokenized in parts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Content of a dummy assistant message that stands for a response when the template is rendered. It has only letters and digits, which
-trimming and JSON do not change."""
+"""Content of the dummy assistant message that stands for a response when the template is rendered. Letters and digits, which trimming and
+JSON leave unchanged."""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
@@ -100,12 +99,11 @@ class ChatRenderer:
         return sum(len(self._text.encode(one.get("content") or "")) for one in self._guarded(messages))
 
     def message(self, response_ids: Sequence[int]) -> Message:
-        """Convert a response to an assistant message. A malformed tool call gets a field `problem`."""
+        """Convert a response to an assistant message. A malformed tool call has a `problem`."""
         return _message(self._parser, response_ids)
 
     def difference(self) -> str | None:
-        """Describe by an example where the tokens of an episode differ from the template applied to the whole conversation; None if they
-        are equal."""
+        """Describe by an example where an episode's tokens differ from the template applied to the whole conversation; None if nowhere."""
         for kind, messages in _conversations(bool(self._tools)):
             try:
                 whole = self._text.encode(self._render(messages, self._tools), start=True)
@@ -174,7 +172,7 @@ class ChatRenderer:
         return self._after(messages)
 
     def _after(self, messages: list[Message], calls: list[Any] | None = None, prompt: bool = True) -> str:
-        """Render a dummy response (SENTINEL) followed by `messages`, and return the text after the sentinel."""
+        """Render a dummy response (SENTINEL) and these messages; return the text after the sentinel."""
         response = {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": SENTINEL}
         _, found, text = self._render([QUESTION, response, *messages], self._later_tools, prompt).rpartition(SENTINEL)
         if not found:
@@ -192,8 +190,8 @@ class ChatRenderer:
 
 
 class PlainRenderer:
-    """Renderer for base models: it joins contents, without roles. `written`: text of the domain's template. Added tokens in this text, such
-    as `<|im_end|>`, stay tokens in prompts."""
+    """Renderer for base models: contents joined, without roles. `written`: the domain's template. Added tokens that occur in it, such as
+    `<|im_end|>`, stay tokens in prompts."""
 
     thinking = False
 
@@ -272,22 +270,22 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another. SentencePiece adds a space at the start of a text, so a line break is put before it and its
-        tokens are dropped."""
+        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is prepended and its tokens
+        are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)
 
 
 def _first_characters(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the first character of each occurrence of one of the texts, also of overlapping occurrences."""
+    """Build a pattern for the first character of each occurrence of these texts, even if overlapping."""
     tails = _tails(text for text in texts if len(text) > 1 and not text.isspace())
     return re.compile("|".join(f"{re.escape(first)}(?={_any_of(rest)})" for first, rest in tails.items()) or "(?!)")
 
 
 def _any_of(texts: Sequence[str]) -> str:
-    """Return a pattern that matches any of the texts, for a lookahead. It has the form of a prefix tree, because models have thousands of
-    added tokens."""
+    """Build a pattern for any of these texts, to be used in a lookahead. It is a prefix tree, since models have thousands of added
+    tokens."""
     if "" in texts:
         return ""
     branches = [re.escape(first) + _any_of(rest) for first, rest in _tails(texts).items()]

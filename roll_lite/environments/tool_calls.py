@@ -26,14 +26,14 @@ PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<par
 LLAMA_START = re.compile(r'<\|python_tag\|>|(?=\{\s*"(?:name|type)"\s*:)')
 LLAMA_CODE = re.compile(r'<\|python_tag\|>(?!\s*\{\s*"(?:name|type|parameters|arguments)"\s*:)')
 INTERPRETERS = ("python", "code_interpreter", "ipython")
-"""Names of tools that are given the plain code which Llama writes after <|python_tag|>."""
+"""Names of tools that get the plain code which Llama writes after <|python_tag|>."""
 MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?")
 SPACE, SEPARATOR = re.compile(r"\s*"), re.compile(r"[\s;]*")
 DECODER = json.JSONDecoder()
 
 
 class _Malformed(str):
-    """Reason why a text is not a valid call."""
+    """Reason why a text is no valid call."""
 
 
 class _Found(NamedTuple):
@@ -44,7 +44,7 @@ class _Found(NamedTuple):
 
 class Parsed(NamedTuple):
     content: str
-    """Text of the response with its thoughts, but without the markup of calls."""
+    """Text without the markup of calls; thoughts included."""
     calls: list[dict[str, Any]]
     """Calls in OpenAI's form, except that arguments are dicts. A malformed call has the fields `problem` and `text`."""
 
@@ -60,8 +60,8 @@ def family_of(chat_template: str) -> CallFormat | None:
 
 
 class ToolCallParser:
-    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, by which arguments that are written as
-    plain text are converted. `thinking`: whether the prompt ends with the opening tag of the thoughts."""
+    """Parser of tool calls. `form`: their format; None: find no calls. `tools`: OpenAI schemas, used to convert arguments that a format
+    writes as plain text. `thinking`: the prompt already ends with the opening `<think>` tag."""
 
     def __init__(self, tokenizer: Tokenizer, form: CallFormat | None, tools: Sequence[dict[str, Any]] = (), thinking: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -222,8 +222,7 @@ assert set(FINDERS) == set(get_args(CallFormat))
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the OpenAI schema of a function, from its type hints and its Google-style docstring. Raise ValueError if either is
-    incomplete."""
+    """Build the OpenAI schema of a function from its type hints and Google-style docstring; ValueError if either is incomplete."""
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
     name = getattr(function, "__name__", type(function).__name__)

@@ -15,11 +15,11 @@ LEFT_OUT = "\n[... the middle is left out: the result is too long ...]\n"
 
 
 class ToolError(Exception):
-    """Failed tool call. The model reads the message as the result of the call."""
+    """Failure of a call; the model reads the message as the call's result."""
 
 
 class ToolLost(Exception):
-    """Error: the backend of a tool, such as a server, was lost. The attempt at the episode fails."""
+    """Loss of a tool's backend, such as a server. The episode attempt fails."""
 
 
 LOST = (ToolLost, SandboxTrouble)

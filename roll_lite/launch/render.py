@@ -1,4 +1,4 @@
-"""Render files that start a run on a cluster: a script for Slurm, a script for Ray on bare machines, or a RayJob of KubeRay."""
+"""Render files that start a run on a cluster: scripts for Slurm and for Ray on bare machines, a RayJob of KubeRay."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from roll_lite.files import EXAMPLES, read_text
 
 TEMPLATES = {"slurm": "slurm.sh.jinja", "ray": "ray.sh.jinja", "k8s": "k8s.yaml.jinja"}
 SHARED = Path("/shared")
-"""Mount point, in the pods, of the volume that they share."""
+"""Mount point of the shared volume in pods."""
 CLOSING_S = 60
-"""Seconds from SIGTERM to the end of the job, in addition to `checkpoint.on_sigterm_s`."""
+"""Seconds between SIGTERM and the job's end, in addition to `checkpoint.on_sigterm_s`."""
 LONGEST_NAME = 47
 
 
@@ -33,8 +33,8 @@ class Launch:
     claim: str = "shared"
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield settings that would not work in the rendered file: secrets, and the address of another cluster; for Kubernetes, also a
-        missing image, and paths that pods cannot use."""
+        """Yield settings that would not work in the rendered file: secrets, the address of another cluster; for Kubernetes, also a missing
+        image and paths that pods cannot use."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:
                 yield hidden(word), "would stand in the file; write ${oc.env:NAME}, and set that variable on the nodes"

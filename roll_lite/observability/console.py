@@ -1,4 +1,4 @@
-"""Terminal output of a run: a line for each step, and a table at the end."""
+"""Terminal output of a run: one line per step, a table at the end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _LastingConsole(Console):
             self.on_broken_pipe()
 
     def show(self, line: str) -> None:
-        """Show a temporary line; it replaces the temporary line before it."""
+        """Show a temporary line, in place of the one before."""
         self._shown = True
         self._write(f"{START_OF_LINE}{line}")
 
@@ -109,7 +109,7 @@ class RunConsole:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context in which `progress` may be called. At its end, the progress line is removed."""
+        """Context in which `progress` may be called. Clears the progress line at the end."""
         self._last_progress = self._clock()
         try:
             yield
@@ -160,15 +160,15 @@ class RunConsole:
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
     def finish(self, accuracy: Accuracy, held_out: BeforeAfter, findings: Iterable[Finding]) -> None:
-        """Show the held-out accuracy before and after training, and repeat the warnings."""
+        """Show held-out accuracy before and after training, and repeat the warnings."""
         if accuracy[OVERALL]["before"] is not None:
             self._accuracy_table(accuracy, held_out)
         for finding in findings:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
     def evaluation(self, results: Results) -> None:
-        """Show a table of metrics. It has a row for each domain, for each part of a domain (samples with the same value of a `report_by`
-        column), and for all domains together."""
+        """Show a table of metrics with a row for each domain, for each part of a domain (samples with one value of a `report_by` column),
+        and for all domains together."""
         overall = results[OVERALL]
         k = largest_k(f"validation/{name}" for name in overall)
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]

@@ -19,14 +19,13 @@ SMOOTHING_STEPS = 30
 """Number of steps above which a curve also shows its running mean."""
 
 FEW_POINTS = 4
-"""Number of points below which a curve is drawn with dots: a line through one point is invisible."""
+"""Curves with fewer points are drawn with dots: a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
-    """Draw the run's curves into the file `path`, which is replaced atomically. Return None if there are no metrics. `warnings`: shown in
-    the picture."""
+    """Draw curves into the file `path`, replaced atomically. Return None without metrics."""
     if not any(records.values()):
         return None
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.

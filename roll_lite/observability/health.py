@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Number of consecutive steps that must show a sign before it is reported."""
+"""Consecutive steps that must show a sign before it is reported."""
 GROUPS = 12
 """Minimum number of sample groups, over the steps that show a sign, for reporting the sign for a single domain: in fewer groups, equal
 scores may be chance."""
@@ -37,14 +37,14 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Return whether a step shows the sign. Arguments: metrics of the step, and metrics of earlier steps (the first that has an entropy,
-    and the latest)."""
+    """True if the step shows the sign. Arguments: the step's metrics, and metrics of earlier steps (the first with an entropy, and the
+    latest)."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
 
 class RunHealth:
-    """Looks for signs of failing training in each step's metrics. A sign is reported once; further steps that show it are only counted."""
+    """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
         """`compares_groups`: whether equal rewards in a group teach nothing, as with GRPO. `domains`: if there are several, each is also

@@ -400,4 +400,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics that are computed from other metrics."""
+"""Metrics computed from others."""

@@ -12,7 +12,7 @@ AT = re.compile(r"@\d+$")
 
 
 def metric_of(name: str) -> Metric:
-    """Return the declaration of a metric. For `validation/pass@8` this is that of `validation/pass@k`."""
+    """Return the metric's declaration; `validation/pass@8` is declared as `validation/pass@k`."""
     metric = METRICS.get(name) or METRICS.get(AT.sub("@k", name))
     if metric is None:
         raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{or_nearest(name, METRICS)}")
@@ -22,12 +22,12 @@ def metric_of(name: str) -> Metric:
 Series = tuple[str, str | None]
 
 ALL_DOMAINS = ""
-"""Label of values that are over all domains."""
+"""Label of values over all domains."""
 
 
 def flat_name(series: Series) -> str:
-    """Return the name of a metric in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or
-    role>` or `<name>`."""
+    """Return the name in files and trackers: `domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or
+    `<name>`."""
     name, label = series
     if label is None:
         return name
@@ -36,16 +36,16 @@ def flat_name(series: Series) -> str:
 
 @dataclass
 class MetricSums:
-    """Accumulated metrics: (sum, count) for means, the current value for others. Can be pickled."""
+    """Accumulated metrics: (sum, count) for means, one number for others. Picklable."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value to a metric. For a mean, `value` is the sum over `count` items.
+        """Add a value; for a mean, add a sum over `count` items.
 
-        `label`: name of the domain, phase or role that the value belongs to (`Metric.by` says which of these); ALL_DOMAINS: the value is
-        over all domains. `part`: reward term, or subset of the domain's samples. A part is a metric of its own: add the value of the whole
-        domain in another call.
+        `label`: name of the domain, phase or role that the value belongs to (`Metric.by` says which kind); ALL_DOMAINS: a value over all
+        domains. `part`: reward term or subset of the domain's samples; kept as a separate metric, so add the domain's own value in another
+        call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":
@@ -62,10 +62,10 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add the sums that a loss function reports for one optimizer step.
+        """Add a loss function's sums for one optimizer step.
 
-        The key `<name>#<i>` is the sum over `domains[i]`, `<name>` the sum over all. For a mean, `sums` must also have the number of items
-        (`Metric.denominators`); a mean over 0 items is skipped.
+        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all. For a mean, `sums` must also hold its number of items
+        (`Metric.denominators`); means over 0 items are skipped.
         """
         for key, value in sums.items():
             name, mark, number = key.partition("#")
@@ -93,8 +93,7 @@ class MetricSums:
             self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
 
     def merge(self, other: MetricSums) -> None:
-        """Add the metrics of another rank or of a later step. If the reduction of a metric is LAST, the value of `other` replaces the
-        present one."""
+        """Add the metrics of another rank or a later step. Metrics whose reduction is LAST take the value of `other`."""
         for series, (value, count) in other.entries.items():
             self._put(series, value, count)
 

@@ -20,7 +20,7 @@ from roll_lite.observability.run_folder import CONFIG_FILE
 OVERALL = "overall"
 SUMMARY_FILE = "summary.json"
 EVALUATION_FILE = "evaluation.json"
-"""File with the results of `mode: evaluate`."""
+"""Results of `mode: evaluate`."""
 HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)", re.DOTALL)
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
@@ -39,7 +39,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""{subset of the validation samples: its metrics}. A subset is `overall`, a domain (`math`), or the samples of a domain with one value of a
+"""Subset of the validation samples -> its metrics. A subset is `overall`, a domain (`math`), or a domain's samples with one value of its
 `report_by` column (`math/level:5`)."""
 
 
@@ -84,8 +84,8 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """Replace summary.json atomically. `steps` counts those before a resumption too; `wall_s` (seconds by phase, and `total`) and `tokens`
-    do not. `exit_state`: "running", "completed", "interrupted" or "failed: <cause>"."""
+    """Replace summary.json atomically. `steps` includes earlier runs; `wall_s` (seconds by phase, and `total`) and `tokens` do not.
+    `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {
@@ -104,7 +104,7 @@ def write_summary(
 
 
 class LivePicture:
-    """Redraws the run's curves after a change. This happens in a thread, at most once in `every_s` seconds."""
+    """Redraws the run's curves in a thread after changes, at most once every `every_s` seconds."""
 
     def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
         self._draw = draw
@@ -132,8 +132,7 @@ class LivePicture:
 
 
 class LiveReport:
-    """Writes report.html every `every` steps (0: never), in a process of low priority. If the previous process is still running, no new one
-    is started."""
+    """Every `every` steps (0: never), starts a low-priority process that writes report.html, unless the previous one still runs."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder = folder
@@ -147,7 +146,7 @@ class LiveReport:
             self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
     def close(self) -> None:
-        """End the process, because the run then writes its last report itself."""
+        """End the process: the run writes its last report itself."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""The folder of a run, run_dir/experiment/start time, and the link run_dir/latest to the newest run."""
+"""Folder of a run (run_dir/experiment/start time), and the link run_dir/latest to the newest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
-    """Make the folder of a new run. If several runs start in the same second, each gets its own folder."""
+    """Make a new folder, even if two runs start in the same second."""
     parts = Path(experiment).parts
     if not parts or parts[0] == LATEST or ".." in parts or Path(experiment).is_absolute():
         raise ValueError(f"experiment: {experiment!r} names no folder of its own under {run_dir}; a plain name such as `my_run` does")
@@ -47,7 +47,7 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's folder against other drivers. Raise ValueError if it is locked already. The lock ends with the process."""
+    """Lock a run's folder against other drivers; ValueError if it is locked. The lock ends with the process."""
     with (folder / LOCK_FILE).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,13 +67,13 @@ def folder_of_checkpoints(config: RunConfig, run_folder: Path) -> Path:
 
 
 def continues_in_folder(config: RunConfig, run_folder: Path) -> bool:
-    """Return True if a resumed run continues in the folder of its checkpoint's run (`checkpoint.resume: auto`)."""
+    """True if a resumed run continues in its checkpoint's folder (`checkpoint.resume: auto`)."""
     source = config.checkpoint.source
     return source is not None and source.parent.parent.resolve() == folder_of_checkpoints(config, run_folder).resolve()
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Write config.yaml. If it exists with another content, rename the old file to config-1.yaml, config-2.yaml and so on."""
+    """Write config.yaml; an older, different one is renamed to config-1.yaml, config-2.yaml, ..."""
     file = folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         file.rename(next(older for number in count(1) if not (older := folder / f"config-{number}.yaml").exists()))
@@ -122,7 +122,7 @@ def point_latest(run_dir: Path, folder: Path) -> None:
 
 
 def check_run_dir(config: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if run_dir, or the nearest parent that exists, is not a writable folder."""
+    """Check that run_dir, or its nearest existing parent, is a writable folder."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))

@@ -1,5 +1,4 @@
-"""Measure the times of a step's phases, for one thread. Nested phases are recorded as `outer/inner`; their time is part of the outer
-phase's too."""
+"""Times of a step's phases, for one thread. Nested phases are recorded as `outer/inner`, and count in the outer phase too."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Span:
 
     name: str
     start: float
-    """Unix time in seconds, by the clock of the node that measured it."""
+    """Unix time in seconds, by the clock of the span's node."""
     seconds: float
     parent: str = ""
     """Name of the driver's span that contains this one; empty for the span of the whole step."""
@@ -38,10 +37,10 @@ class Span:
 class StepTimes:
     total: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of the outermost phases, in the order in which they first started."""
+    """Seconds of the outermost phases, in order of their first start."""
     inner: dict[str, float] = field(default_factory=dict)
     spans: tuple[Span, ...] = ()
-    """Spans of the step and its phases; outer spans come before inner ones."""
+    """The step and its phases, outer ones first."""
 
     @property
     def other(self) -> float:
@@ -65,7 +64,7 @@ class StepTimers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step. If the step fails, the times until then are kept."""
+        """Time a step. A failed step keeps its times so far."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running, self._spans = {}, []
         start, since = self._clock(), time.time()

@@ -6,10 +6,9 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler. It records CPU operations of the thread that starts it and of that thread's backward passes, and all GPU kernels of the
-    process.
+    """Profiler. Records CPU operations of the thread that starts it and of its backward passes, and all GPU kernels of the process.
 
-    Failures are returned, not raised, because they must not end a run.
+    Failures are returned, not raised: they must not end a run.
     """
 
     _recording: torch.profiler.profile | None = None

@@ -33,7 +33,7 @@ IDS_FILE = "trackers.json"
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
 DOMAIN = itemgetter("domain")
 LONGEST_TEXT = 8000
-"""Maximum number of characters of a text in a table of samples."""
+"""Maximum characters of a text in a table of samples."""
 
 
 @dataclass(frozen=True)
@@ -42,31 +42,31 @@ class TrackedRun:
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     repeats_from: int | None = None
-    """First step that a resumed run repeats in its own folder; None if the run has a new folder."""
+    """First step that a resumed run repeats in its folder; None for a new folder."""
     id: str | None = None
-    """Id of the resumed run at the tracking service; None for a new run."""
+    """Tracking service's id of the resumed run; None for a new run."""
 
 
 class Tracker(ABC):
     """Base class of trackers. A user's tracker is called with a TrackedRun and with `args` of its YAML entry."""
 
     run_id: str | None = None
-    """Id of this run at the tracking service, for resuming; None if the tracker has no ids."""
+    """The service's id of this run, for resuming."""
     samples_per_domain = 0
-    """Number of samples of each domain that `samples` is called with."""
+    """Number of samples per domain that `samples` gets."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log metrics of a step. Later calls for the same step add further metrics."""
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:  # noqa: B027
-        """Log the phases of a step, those of the driver and those of training ranks. Optional."""
+        """Log a step's phases and the phases of its training ranks. Optional."""
 
     def samples(self, step: int, kind: str, records: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
-        """Log some samples, each with the keys SAMPLE_COLUMNS. `kind`: "step" or "validation". Optional."""
+        """Log some samples, each with SAMPLE_COLUMNS. `kind`: "step" or "validation". Optional."""
 
     def picture(self, file: Path) -> None:  # noqa: B027
-        """Log the picture of the run's curves. Called once, at the end of the run. Optional."""
+        """Log the curves as a picture, at the end of the run. Optional."""
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
@@ -74,7 +74,7 @@ class Tracker(ABC):
 
 
 class JsonlTracker(Tracker):
-    """Writes metrics.jsonl: an object for each call, flushed at once. NaN and infinities become null."""
+    """Writes `metrics.jsonl`: one flushed object per call. NaN and infinities become null."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._file = (run.folder / METRICS_FILE).open("a", encoding="utf-8")
@@ -113,7 +113,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps the metrics of all steps in memory. A step's record is replaced, never changed, because another thread may be reading it."""
+    """Keeps metrics in memory by step. Records are replaced, never changed: another thread may read them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -132,13 +132,13 @@ class HistoryTracker(Tracker):
 
 
 class Trackers(Tracker):
-    """Passes data on to several trackers. A tracker that fails is dropped, and the run continues."""
+    """Several trackers as one. A tracker that fails is dropped, and the run continues."""
 
     def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
         self._tell = tell
         self._without: set[tuple[Tracker, str]] = set()
-        """Pairs (tracker, kind of data) that are skipped because the tracker failed with data of this kind."""
+        """(tracker, kind of data) pairs that are skipped, because the tracker failed with this kind."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda tracker: tracker.log(step, metrics))
@@ -147,7 +147,7 @@ class Trackers(Tracker):
         self._each(lambda tracker: tracker.spans(step, spans), extra="spans")
 
     def show_samples(self, step: int, kind: str, file: Path, domains: Sequence[str]) -> None:
-        """Log the first samples of each domain in `file`, which is a file of the run's folder samples/."""
+        """Log the first samples of each domain in `file`, a file of the run's folder samples/."""
         most = max((one.samples_per_domain for one in self._trackers if type(one).samples is not Tracker.samples), default=0)
         found = some_samples(file, domains, most) if most else {}
 
@@ -190,10 +190,10 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum number of parameters in a call of MLflow. A call may have ten times as many metrics."""
+"""Maximum parameters per MLflow call. A call may take ten times as many metrics."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
-"""Maximum number of spans that wait to be sent. Further spans are dropped."""
+"""Maximum spans that wait to be sent; further ones are dropped."""
 
 
 class WandbTracker(Tracker):
@@ -312,7 +312,7 @@ class SwanLabTracker(Tracker):
 
 
 class PrometheusTracker(Tracker):
-    """Serves the newest metrics to Prometheus, on a port of the driver's node."""
+    """Serves the newest metrics on a port of the driver's node."""
 
     def __init__(self, run: TrackedRun, port: int = 9464, address: str = "127.0.0.1") -> None:
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
@@ -339,7 +339,7 @@ class PrometheusTracker(Tracker):
 
 
 class OpenTelemetryTracker(Tracker):
-    """Sends a trace of each step by OTLP over HTTP: phases of the driver and, within them, phases of training ranks."""
+    """Sends a trace per step by OTLP over HTTP: the driver's phases, and within them the phases of training ranks."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -430,8 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that trackers may see: without the section `trackers` and without secrets. The value of an environment variable
-    whose name looks secret is replaced by `${oc.env:NAME}`."""
+    """Return the settings that trackers may see: without the section `trackers` and without secrets. Values of environment variables with
+    secret-like names become `${oc.env:NAME}`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

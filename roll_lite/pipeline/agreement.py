@@ -1,5 +1,4 @@
-"""Compare the log-probs that engines and trainer compute for the same tokens, in every step. If they differ much, the run would train on
-samples of another policy without any error."""
+"""Check in every step that engines and trainer compute equal log-probs: otherwise a run silently trains on another policy's samples."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ class EnginesDiffer(DifferentModels):
 
 
 def compare_replicas(model: Model[Any], step: int) -> None:
-    """Raise DifferentModels if data parallel replicas of a model hold different weights. `step`: for the message."""
+    """Raise DifferentModels if weights of data parallel replicas differ."""
     if model.ranks.data_size == 1:
         return
     with model.loaded((StateGroup.WEIGHTS,)):

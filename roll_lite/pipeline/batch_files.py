@@ -1,5 +1,5 @@
-"""Write the files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of the losses, and samples of
-skipped updates."""
+"""Files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of the losses, samples of skipped
+updates."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
-"""Limit for `batches.write: auto`, which writes batches only if a step has at most this many tokens (some megabytes on disk)."""
+"""`batches.write: auto` writes batches only if a step can have at most this many tokens: some megabytes on disk."""
 AUTO_STEPS = 500
-"""Number of steps, from the first, that `batches.write: auto` writes. The limit saves disk space."""
+"""`batches.write: auto` writes only this many steps, the first ones, to limit disk usage."""
 WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
-"""Columns that are left out of the files: they hold thousands of numbers per token, and a forward pass can recompute them."""
+"""Columns that are not written: thousands of numbers per token, which a forward pass can recompute."""
 
 
 class BatchFiles:
@@ -95,8 +95,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of an update that the optimizer skipped because loss or gradient was not finite. This happens even with
-        `batches.write: never`."""
+        """Write the samples of an update that was skipped because loss or gradient was not finite, even with `batches.write: never`."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN

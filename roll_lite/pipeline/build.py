@@ -73,7 +73,7 @@ LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment variables of workers against usage reports, downloads and tokenizer threads."""
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
-"""Environment variables that GPU workers, also on other nodes, take over from the driver."""
+"""Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of the environment variable with the settings of torch's allocator: the current name and the older one."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -82,7 +82,7 @@ communication and computation needs in tensor parallel layers."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
 """Names, as Ray gives them, of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 KNOWS_PINNED_SIZE = (2, 13)
-"""First torch version that knows the allocator setting `pinned_max_cached_size_mb`. Earlier versions reject unknown settings."""
+"""First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -119,11 +119,11 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(
     config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers. `given`: the driver's environment. `accelerators`: Ray's names of the GPUs.
+    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Members of an NCCL group need equal settings, so trainers get the NCCL settings that SGLang chooses for engines. Trainers get expandable
-    segments because micro-batches of varying size fragment memory. They get a limit for cached pinned memory because torch rounds pinned
-    buffers up to powers of two and never frees them.
+    Members of an NCCL group need equal settings, so trainers get the settings that SGLang chooses for engines. Trainers also get expandable
+    segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
+    powers of two and never free them.
     """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
@@ -148,15 +148,14 @@ def gpu_environment(
 
 
 def supervised_rows(config: RunConfig) -> SupervisedRows | None:
-    """Return the supervised rows of `algorithm.ptx`; None if unset or if nothing trains."""
+    """Return the rows of `algorithm.ptx`; None if unset."""
     if config.algorithm.ptx is None or not trains(config):
         return None
     return SupervisedRows(config.algorithm.ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
-    """Initialize all workers: those that stay loaded in parallel, those that offload one by one. `offloaded`: names of the reward models
-    that offload."""
+    """Initialize workers: in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
     initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return

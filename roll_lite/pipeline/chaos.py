@@ -1,4 +1,4 @@
-"""Chaos mode, a test of recovery: at random times (seeded), kill, stop or slow a process, or cut a node off the network."""
+"""Chaos mode: kill, stop or slow processes and cut off nodes, at seeded random times, to test recovery."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUNS = 0.1
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
 """Shell command that blocks all traffic leaving the node for $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
-"""Shell command that fails where CUT would fail: it adds and removes a routing rule without effect."""
+"""Shell command that fails where CUT would: adds and removes a harmless routing rule."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class Chaos:
         self._never_cut = nodes_never_cut() if "cut" in config.actions else set[str]()
 
     def tick(self) -> None:
-        """Cause a fault if it is time for the next one. The driver calls this about once a second while it waits."""
+        """Cause a fault if one is due. The driver's wait loops call this about once a second."""
         if self._left == 0 or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._gap()
@@ -104,7 +104,7 @@ class Chaos:
 
 
 def nodes_never_cut() -> set[str]:
-    """Return ids of the driver's node and of Ray's head node: the loss of either ends the run."""
+    """Return ids of the driver's node and Ray's head node; losing either ends the run."""
     heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
     return heads | {ray.get_runtime_context().get_node_id()}
 

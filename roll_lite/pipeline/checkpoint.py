@@ -1,4 +1,4 @@
-"""Save and load checkpoints, and export the final model."""
+"""Save and load checkpoints, export the final model."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store that an in-memory copy may fill. The store also holds the previous copy, while the new one is
-made, and the batches of recovery.py."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the store must also hold the previous copy and the batches of
+recovery.py."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -55,7 +55,7 @@ NO_ROOM = (
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait until the driver sees files that other nodes have written: a network file system may cache that a file is absent."""
+"""Seconds to wait for files written on other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
@@ -71,7 +71,7 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """`nodes_without_run_folder`: addresses of the nodes that do not share the driver's run folder."""
+        """Take `nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
@@ -124,7 +124,7 @@ class Checkpoints:
 
     def finish_if_written(self, within_s: float | None = None) -> None:
         """Complete the checkpoint in progress if all ranks have written it. `within_s`: time limit for the ranks' answers; None: the
-        cluster's limit."""
+        cluster's."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -184,7 +184,7 @@ class Checkpoints:
         return [old for old in checkpoints[: -settings.keep] if not settings.keep_every or steps_of(old) % settings.keep_every]
 
     def _upload(self, models: Mapping[str, Model[Any]]) -> None:
-        """Upload the checkpoints that wait for upload. If the store cannot be reached, log a warning: the next save tries again."""
+        """Upload waiting checkpoints; log a failure, since the next save retries."""
         for folder in self._surplus(self._waiting):
             self._waiting.remove(folder)
         try:
@@ -213,7 +213,7 @@ class Checkpoints:
         self._newest = target
 
     def upload_last(self, models: Models) -> None:
-        """Upload the remaining checkpoints at the end of the run. Raise RuntimeError after LAST_TRIES failed attempts."""
+        """Upload waiting checkpoints at the run's end. Raise RuntimeError after LAST_TRIES failures."""
         for number in range(LAST_TRIES):
             if not self._waiting:
                 return
@@ -260,8 +260,7 @@ class Checkpoints:
         return 0 if self._newest is None else steps_of(self._newest)
 
     def copy_state(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any]) -> None:
-        """Copy the ranks' states into the object stores of their nodes. If a copy exceeds its share of the store, warn and make no more
-        copies."""
+        """Copy the ranks' states into their nodes' object stores. If they do not fit, make no more copies."""
         saved, copies = self.stateful(models), {}
         room = COPY_SHARE * ray.cluster_resources()["object_store_memory"] / sum(model.ranks.world_size for model in saved.values())
         for role, model in saved.items():
@@ -325,7 +324,7 @@ class Checkpoints:
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint. If it is in a remote store, this is the copy on each rank's node."""
+        """Return the folder from which ranks load a checkpoint; for one in a remote store, the copy on their node."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
@@ -355,7 +354,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export the actor and the critic in Hugging Face format, and, if configured, the moving average (EMA) of the actor's weights."""
+        """Export the actor, its moving average (EMA, if configured) and the critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -382,7 +381,7 @@ class Checkpoints:
         return folder
 
     def stateful(self, models: Models) -> dict[str, Model[Any]]:
-        """Return the models that a checkpoint saves, by role: trained models, and the reference if it is refreshed from the actor."""
+        """Return the models that a checkpoint saves: trained ones, and a reference refreshed from the actor."""
         made: dict[str, Model[Any] | None] = {**models.trained, "reference": models.reference}
         return {role: model for role in saved_roles(self._config) if (model := made.get(role)) is not None}
 

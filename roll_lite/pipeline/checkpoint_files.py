@@ -1,7 +1,7 @@
-"""Choose the checkpoint to resume from, and check that its files are intact and fit the run.
+"""Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
-A checkpoint is a folder such as `checkpoints/step_000020`. It holds a folder per saved role, `state.json`, `unfinished.parquet` (samples in
-flight) and, written last, `files.json` (sizes and checksums of the files).
+A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
+(sizes and checksums), written last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Resumption:
 
 
 def finished_checkpoints(run_folder: Path) -> list[Path]:
-    """Return the run's finished checkpoints, oldest first."""
+    """Return finished checkpoints, oldest first."""
     return [folder for folder in _numbered(run_folder) if is_finished(folder)]
 
 
@@ -122,7 +122,7 @@ def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _started(run_folder: Path) -> list[int]:
-    """Return the sort key of a run folder: the numbers in its name (date, time, and a counter for runs of the same second)."""
+    """Sort key of run folders: date and time, and the number of runs that started in the same second."""
     return [int(number) for number in re.findall(r"\d+", run_folder.name)]
 
 
@@ -178,7 +178,7 @@ def read_list(checkpoint: Path) -> dict[str, FileRecord]:
 
 
 def read_state(checkpoint: Path, sizes: bool = True) -> dict[str, Any]:
-    """Return the content of state.json. Before that, verify its checksum and, if `sizes`, the sizes of all files of the checkpoint."""
+    """Return state.json after verifying its checksum and, unless `sizes` is False, all files' sizes."""
     wanted = read_list(checkpoint)
     check_sizes(checkpoint, wanted if sizes else {})
     check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])

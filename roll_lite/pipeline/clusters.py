@@ -1,4 +1,4 @@
-"""Handles through which the pipeline calls models and engines. Roles that share devices take turns: each is loaded, works and is offloaded
+"""Handles through which the pipeline calls models and engines; roles that share devices load, work and offload in turn
 (config/device_phases.py)."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHUNK_BYTES = 32 << 20
 
 
 class Movable(ABC):
-    """Role (a model or the engines) whose state can be loaded onto devices and offloaded, part by part."""
+    """Role (model or engines) whose state can be loaded onto devices and offloaded, in named parts."""
 
     role: ForwardRoleConfig | InferRoleConfig
 
@@ -91,13 +91,13 @@ class Model(Movable, Generic[W]):
         self.ranks.all(ModelWorker.remove_files, folder, names, nodes)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """Split a batch into shards of about equal cost, one for each data parallel rank."""
+        """Divide a batch into shards of about equal cost, one per data parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Split a batch for training. The share of a data parallel rank holds its part of every mini-batch, and the rows that these parts
-        use. A row that several mini-batches use is sent once."""
+        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows that these parts use; a row
+        used by several mini-batches is sent once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -114,7 +114,7 @@ class Model(Movable, Generic[W]):
 
 @dataclass(frozen=True)
 class Engines(Movable):
-    """The engine replicas. Calls skip lost engines."""
+    """Engine replicas. Calls skip lost engines."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
@@ -170,7 +170,7 @@ class Models:
 
 
 def lengths(rows: DataProto) -> torch.Tensor:
-    """Return the number of tokens of each row, prompt and response together."""
+    """Return the number of tokens per row, prompt and response together."""
     return rows.tensor("prompt_length") + rows.tensor("response_length")
 
 
@@ -204,8 +204,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load `parts` of a role's state, and offload them after the block. A role that does not offload stays loaded. `also_loaded`: further
-    roles to load, with their parts; the caller offloads these roles. If the block raises, start offloading all of them without waiting."""
+    """Load `parts` of a role's state for the block, then offload them; roles that do not offload stay loaded. `also_loaded`: further roles
+    to load, with their parts; the caller offloads them. After an exception, this function starts to offload all of them."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -218,8 +218,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run the turns (load, work, offload) of several roles, and return their results in the order of `turns`. Roles that offload and share
-    devices run one after another, all others in parallel. `parts`: parts of the state to load."""
+    """Run the turn (load, work, offload) of each role; return results in the order of `turns`. Roles that offload and share devices run one
+    after another, all others in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -262,7 +262,7 @@ def exclude_each_other(one: Movable, other: Movable) -> bool:
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    """Start offloading without waiting for the end: ranks may hang after a failure."""
+    """Start offloading without waiting: ranks may hang after a failure."""
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):

@@ -22,8 +22,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Starts forward passes over finished sample groups while the rest of the batch is generated. Results for samples that do not end up in
-    the batch are dropped."""
+    """Starts forward passes over finished sample groups while the rest of the batch is generated. Drops results of samples that do not end
+    up in the batch."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models
@@ -46,8 +46,7 @@ class EarlyPasses:
         self.forget()
 
     def poll(self, rollouts: Cluster[RolloutWorker]) -> None:
-        """Start the next forward passes if enough further groups have finished. This call does not block; it is made about once a
-        second."""
+        """Start the next forward passes if enough groups have finished. Does not block; call about once a second."""
         if not self._models or not self._idle():
             return
         if self._asked is None:

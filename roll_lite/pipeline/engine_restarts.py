@@ -1,4 +1,4 @@
-"""Start engines while the run goes on: replacements of lost engines, and additional engines (`actor_infer.most_replicas`)."""
+"""Start engines during the run: replacements of lost engines, and further ones (`actor_infer.most_replicas`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 DRAIN_SECONDS = 3.0
-"""Seconds between two queries to Ray for nodes that are being drained."""
+"""Seconds between queries to Ray for draining nodes."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class _Start:
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
-    """Node and process of the engine; None until the engine has started."""
+    """Node and process; None until the engine has started."""
     since: float | None = None
     """Time at which the process was first seen to run; None before that: it may still wait for devices."""
 
@@ -47,17 +47,16 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Reserves devices for engines that join during the run, and checks that their nodes have the same files and versions as the driver's
-    node."""
+    """Reserves devices for engines that join during the run, and checks that their nodes have the driver's files and versions."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
     drivers: View
-    """Files, as the driver's node has them, that must be equal on every node with engines."""
+    """Files of the driver's node that must be equal on all nodes."""
     other_nodes: list[str]
 
     def check(self, engine: int) -> ray.ObjectRef:
-        """Start a task that fails if the node of this engine has other files or versions than the driver's node."""
+        """Start a task that fails if the engine's node has other files or versions than the driver's."""
         task = ray.remote(require_same).options(num_cpus=0, max_retries=0, scheduling_strategy=self.slots[engine].strategy)
         return task.remote(self.drivers, installed(), ray.util.get_node_ip_address())
 
@@ -102,7 +101,7 @@ class EngineRestarts:
         self._follows_drains = follows_drains
         self._start_s = start_s
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
-        """Engines that wait for free devices. They do not count as lost."""
+        """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
         """{engine: time at which it may start again}, for engines that joined during the run and have used up their restarts."""
         self._asked = 0.0
@@ -111,7 +110,7 @@ class EngineRestarts:
         self._budget = RestartBudget()
 
     def begin(self) -> None:
-        """Begin to replace lost engines. The loss of an engine before this call ends the run."""
+        """Start replacing lost engines. A loss before this call ends the run."""
         if self._restarts:
             self._group.replaceable = set(range(self.replicas.world_size))
             for engine in self._waiting:
@@ -140,7 +139,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause that the driver has seen or, if known, the one that the rollout service has seen."""
+        """Report each lost engine once, with the cause seen by the rollout service or, if it saw none, by the driver."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -187,7 +186,7 @@ class EngineRestarts:
                 self.replicas.start_each_own(InferWorker.offload, {engine: parts}).result()
 
     def living(self, parts: Sequence[EngineMemory]) -> list[int]:
-        """Make newcomers of started replacements (`take`), then return the living engines. If no engine lives, wait for a replacement."""
+        """Admit started replacements (`take`), then return the living engines. If there are none, wait for a replacement."""
         self.take(parts)
         if not self.replicas.left and self._waiting:
             self._journal.console.message("no engine is left; the run waits until one has devices")
@@ -198,7 +197,7 @@ class EngineRestarts:
         return left
 
     def settle(self) -> None:
-        """Wait for replacements that are starting on shared devices, and offload them, before other roles load on these devices."""
+        """Wait for replacements that start on shared devices, and offload them before other roles load."""
         while self._engines.offloads and any(not start.is_ready for start in self._starts.values()):
             pause(self._group, next(iter(self._starts)), "the start of its successor")
             self.tend()
@@ -206,7 +205,7 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers serve after they have received weights. `version`: version of these weights; None if the run does not train."""
+        """Let newcomers serve, after they got weights. `version`: of these weights; None in a run that does not train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)
@@ -218,7 +217,8 @@ class EngineRestarts:
                 self._journal.engine_restarted(engine, seconds, version)
 
     def _failure(self, engine: int, start: _Start) -> str | None:
-        """Return why a starting engine failed, took too long or died; None if it did not. Set `start.place` once the engine has started."""
+        """Return why the engine failed to start, took too long or died; None if nothing happened. Sets `start.place` once it has
+        started."""
         calls = [self._group.death_of(engine), *start.calls]
         ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         try:
@@ -259,7 +259,7 @@ class EngineRestarts:
         self._starts[engine] = _Start([*checks, actor.initialize.remote(engine % turns, turns), actor.place.remote()])
 
     def _follow_drains(self) -> None:
-        """Make engines on draining nodes hand their requests to other engines, then restart them where devices are free."""
+        """Let engines on draining nodes pass on their requests, then restart them where devices are free."""
         nodes = {engine: pulse.place.node for engine, pulse in self._group.living_pulses() if pulse.place is not None}
         serving = {engine: node for engine, node in nodes.items() if engine not in self._newcomers and engine not in self._leaving}
         if time.monotonic() - self._asked >= DRAIN_SECONDS:

@@ -1,4 +1,4 @@
-"""Records of a run: metrics, console messages, summary, curves and report."""
+"""Record of a run: metrics, console, summary, picture."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ MOST_RANKS = 32
 """Number of training ranks, for each role, whose spans are written to SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
-"""File that holds the reason for a pause. The run continues when the user deletes it."""
+"""File with the reason for a pause; deleting it continues the run."""
 PROCESSES_FILE = "processes.json"
-"""File that lists the node and process id of each process of the run."""
+"""File with node and process id of each process."""
 SHOWN_EVERY = 10
-"""Samples are sent to the trackers in every SHOWN_EVERY-th step."""
+"""Trackers show samples in every SHOWN_EVERY-th step."""
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
@@ -124,7 +124,7 @@ class Journal:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Collect the metrics of step `number` inside the block, and write them at its end."""
+        """Collect metrics of step `number` inside the block; write them at its end."""
         self._sums = MetricSums()
         self._current, self._shaped, self._work = number, None, {}
         tokens = dict(self._tokens)
@@ -165,7 +165,7 @@ class Journal:
                             yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
 
     def _write_spans(self, step: int, spans: Sequence[Span]) -> None:
-        """Append the spans of a step to SPANS_FILE: name, start, seconds, role and rank."""
+        """Append the step's spans: name, start, seconds, role, rank."""
         rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
         with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
@@ -311,7 +311,7 @@ class Journal:
                 self._print_rarely(f"{of}domain {name}", attempts)
 
     def _print_rarely(self, place: str, text: str) -> None:
-        """Print a message when it occurs for the 1st, 10th, 100th, ... time. Messages that differ only in numbers count as the same."""
+        """Print the text on its 1st, 10th, 100th, ... occurrence; texts that differ only in numbers count as the same."""
         key = (place, NUMBER.sub("", text))
         times, first = self._told.get(key, (0, text))
         times += 1
@@ -375,8 +375,7 @@ class Journal:
         self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
 
     def _write_credit(self, advantages: Mapping[int, float]) -> None:
-        """Write the step's credit file, a line per row with its rewards and advantage, unless already written. `advantages`: {sample
-        number: advantage}."""
+        """Write the step's credit file (rewards and advantages), a line per row, unless already written. `advantages`: by sample number."""
         rows, self._shaped = self._shaped, None
         if rows is None:
             return
@@ -495,7 +494,7 @@ class Journal:
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.source}")
 
     def go_back(self, step: int) -> None:
-        """Remove the records of steps after `step`, because the run repeats these steps."""
+        """Remove records of steps after `step`, which the run repeats."""
         self._steps = step
         cut_after(self.folder, step, (METRICS_FILE, UPDATES_FILE, SPANS_FILE))
         self.history.restore(self.folder / METRICS_FILE)
@@ -519,7 +518,7 @@ class Journal:
         self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl", self._domains)
 
     def close(self, exit_state: str) -> None:
-        """Write summary.json, curves.png and report.html, print the closing table, and close the trackers."""
+        """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._report.close()

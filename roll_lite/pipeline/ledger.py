@@ -24,7 +24,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 
 class Ledger:
-    """Appends whole lines to ledger.jsonl. If a process is killed, its last line may be incomplete."""
+    """Writes whole lines to ledger.jsonl; a kill may leave the last one incomplete."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
@@ -39,8 +39,7 @@ class Ledger:
         self.append(json.dumps({"event": event, **facts}).encode() + b"\n")
 
     def start(self, step: int, version: int, again: bool = False) -> None:
-        """Record that the run starts or resumes after `step`. `again`: the same process goes back to `step`, so its lines about later steps
-        are void."""
+        """Record a start or resumption after `step`. `again`: this process went back to `step`, so its lines of later steps are void."""
         self._first = self._first if again else step
         config = self._config
         with self._path.open("ab+") as file:
@@ -63,7 +62,7 @@ class Ledger:
         )
 
     def _earlier(self) -> str | None:
-        """Return the folder of the run that this run continues: "." if it is its own folder, None for a new run."""
+        """Return the folder of the run that this one continues: "." for its own folder, None for a new run."""
         source = self._config.checkpoint.source
         if source is None:
             return None

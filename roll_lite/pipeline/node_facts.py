@@ -27,7 +27,7 @@ PACKAGES = ("torch", "megatron-core", "ray", "transformers", "vllm", "sglang")
 ENGINES = ("vllm", "sglang")
 CONNECT_SECONDS = 5.0
 MOST_CLOCK_SECONDS = 5.0
-"""Seconds by which a node's clock may differ before a warning is shown: times in ledger and logs would mislead."""
+"""Clock difference in seconds from which a warning is shown: times in ledger and logs mislead."""
 LEAST_DISK_GIB = 1.0
 GIB = 1 << 30
 ANSWER_SECONDS = 60.0
@@ -55,7 +55,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Return facts about this node, and test whether it can connect to the other nodes. `others`: their (address, port)."""
+        """Collect this node's facts, and test whether the other nodes can be reached. `others`: their addresses and ports."""
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
@@ -92,7 +92,7 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Show the nodes of a run in a table. Return the ids of all nodes except the driver's.
+    """Show a run's nodes in a table; return the ids of all nodes except the driver's.
 
     Raise ValueError if versions differ or nodes cannot reach each other.
     """
@@ -137,8 +137,8 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield the problems that prevent the run from starting: different versions, or nodes that cannot connect. `facts` and `roles`: by node
-    address; the first in `facts` is the driver's node."""
+    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address; the driver's node is the
+    first in `facts`."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):
@@ -165,8 +165,8 @@ def warnings(facts: Mapping[str, NodeFacts]) -> Iterator[str]:
 
 
 def node_table(facts: Mapping[str, NodeFacts], columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a line for each node, below the versions that are the same on all nodes. `columns`: further columns, {column
-    name: {node address: text}}."""
+    """Return a table with a line per node; versions that all nodes share stand above it. `columns`: further cells, {column name: {address:
+    text}}."""
     installed = [name for name in ("python", *PACKAGES) if any(name in own.versions for own in facts.values())]
     differing = [name for name in installed if len({own.versions.get(name) for own in facts.values()}) > 1]
     common = next(iter(facts.values())).versions

@@ -1,4 +1,4 @@
-"""Check a run's nodes before it starts: they must have equal files and, where needed, share the run folder."""
+"""Checks of a run's nodes before it starts: shared run folder, equal files."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
-"""Dotted path of a Python name, as a string in JSON."""
+"""Matches dotted paths in JSON."""
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
-"""Suffixes of model files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
+"""Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Files of at most READ_WHOLE bytes are hashed whole. Of a larger file, SAMPLES pieces of SAMPLE_BYTES bytes are hashed."""
+"""Files up to READ_WHOLE bytes are hashed whole; of larger files, SAMPLES pieces of SAMPLE_BYTES bytes."""
 TOLD_FILES = 3
 LOGS = "logs"
 LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
-"""Limits for copying the logs of other nodes at the end of a run: seconds in all, and bytes per file."""
+"""Limits for copying other nodes' logs at the end of a run: seconds in all, and bytes per file."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the folder's files on this node. For a checkpoint, the fingerprints are file sizes, because
-        its checksums are verified on loading."""
+        """Return fingerprints of the folder's files on this node, by file name. For checkpoints, return only file sizes, since loading
+        verifies checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -82,13 +82,13 @@ class View:
     """Reason why the node does not share the driver's run folder; None if it does."""
     files: Mapping[Reader, Mapping[str, str]]
     store: str | None = None
-    """Reason why the node cannot use `checkpoint.store`; None if it can or if no store is set."""
+    """Reason why the node cannot use checkpoint.store; None if it can."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Return the addresses of nodes that have training ranks but do not share the run folder.
+    """Return addresses of nodes with training ranks that do not share the run folder.
 
-    Raise ValueError if such ranks would write files that the driver needs, or if nodes have different files at the same path.
+    Raise ValueError if the driver needs files that these ranks write, or if nodes hold different files at one path.
     """
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
@@ -182,8 +182,8 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> Non
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees (View), by node id. `read`: folders to compare, by node id. Each node creates a file beside the driver's
-    probe file, to show that it shares the run folder."""
+    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node creates
+    a file beside the driver's probe file."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

@@ -32,9 +32,9 @@ from roll_lite.workers.rollout import RolloutBatch
 
 SERVICES = ("rollouts", "replay")
 BYTES_PER_TOKEN = 32
-"""Estimated bytes in the object store for one token with its log-prob and masks."""
+"""Estimated object store bytes per token, with its log-prob and masks."""
 STORE_SHARE = 0.5
-"""Maximum fraction of Ray's object store that kept batches may fill."""
+"""Maximum fraction of Ray's object store for kept batches."""
 
 
 class Recoverable(Protocol):
@@ -67,23 +67,23 @@ class Recovery:
         self._start: dict[str, Any] = {}
         self._service_start: dict[str, Any] = {}
         self.reached: dict[str, Any] = {}
-        """State of the driver after the last complete step."""
+        """Driver state after the last complete step."""
         self.source_state: dict[str, Any] = {}
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False from the start of an update to the end of its step, because some weights may have changed."""
+        """False from the start of an update to the end of its step: some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
-        """True while the run goes back in order to repeat whole steps."""
+        """True while the run goes back to repeat whole steps."""
         self._validation: int | None = None
-        """Step whose validation was lost with the rollout service and must start again; None if no validation was lost."""
+        """Step whose validation was lost with the rollout service and must be started again; else None."""
 
     def begin(self, state: dict[str, Any]) -> None:
         self._start = self.reached = _saved(state)
         self._service_start = self.source_state = self._next_source_state = self._source.state_dict()
 
     def batch(self, step: int, take: Callable[[], RolloutBatch]) -> RolloutBatch:
-        """Return the batch of a step: the kept batch if the step is repeated, otherwise a new one, which `take` returns."""
+        """Return the batch of a step: the kept one if the step is repeated, otherwise a new one from `take`."""
         if step not in self._batches:
             since = self._checkpoints.newest_step
             self._batches = {kept: batch for kept, batch in self._batches.items() if kept > since}
@@ -95,8 +95,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark the weights as unknown until `step_is_done`. Inside the block, the loss of the rollout service or of a judge is ignored, so
-        that the update can complete."""
+        """Mark weights as unknown until `step_is_done`. Inside the block, the deaths of the rollout service and of judges are ignored, so
+        that the update completes."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield
@@ -139,8 +139,8 @@ class Recovery:
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
         """Restart the lost roles and return to the state after the last step.
 
-        If trained weights are lost or unknown (`goes_back`), all trained models load the newest checkpoint or in-memory copy, and later
-        updates are repeated on the kept batches. If a batch is missing (`_rewinds`), the run repeats whole steps instead.
+        If trained weights are lost or unknown, all trained models load the newest checkpoint or in-memory copy (`goes_back`). Later updates
+        are then repeated on the kept batches. If batches are missing, the run repeats whole steps instead (`_rewinds`).
         """
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}
@@ -184,8 +184,7 @@ class Recovery:
             initialize(models)
 
     def _restart_service(self, pipeline: Recoverable) -> None:
-        """Restart the rollout service in the state `source_state`. If the run went back to an earlier step, remove the records of later
-        steps."""
+        """Restart the rollout service in `source_state`. If the run went back to an earlier step, remove later records."""
         self._batches.clear()
         with WATCH.expecting_answers(None):
             self._source.restart(self.source_state)

@@ -15,11 +15,10 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings that may not change when a run resumes. In all tuples of this file, an entry includes the settings below it, and `*` matches any
-name."""
+"""Settings that may not change. Here and in the tuples below, an entry covers all settings below it; `*` matches any name."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
-"""Sections with settings that affect how samples are generated and scored."""
+"""Sections that affect how samples are generated and scored."""
 OF_ENGINES = tuple(f"actor_infer.strategy.{name}" for name in ("quantization", "max_model_len", "engine_args"))
 HARMLESS = (
     *(f"actor_infer.{name}" for name in ("devices", "strategy", "offload", "threads", "restarts", "replicas_per_device", "most_replicas")),
@@ -45,7 +44,7 @@ class Change:
 
     @property
     def is_harmless(self) -> bool:
-        """True if samples in flight may continue in spite of this change."""
+        """True if samples in flight may continue."""
         return self.path.split(".")[0] not in OF_SAMPLES or (_is_in(HARMLESS, self.path) and not _is_in(OF_ENGINES, self.path))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The RLVR training loop. `RLVRPipeline.step` is the algorithm."""
+"""The RLVR loop: `step` is the algorithm."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RLVRPipeline:
         an update."""
         self.steps_done = 0
         self.version = 0
-        """Version of the actor's weights: the number of steps that have changed them."""
+        """Version of the actor's weights: number of steps that changed them."""
 
     def run(self) -> None:
         self.resume()
@@ -159,7 +159,7 @@ class RLVRPipeline:
         self.steps_done += 1
 
     def repeat_update(self, rollouts: RolloutBatch) -> None:
-        """Repeat an update whose result was lost with a rank. Nothing is recorded, because the step has been recorded already."""
+        """Repeat an update whose result was lost with a rank. Records nothing: the step is recorded already."""
         recorded = self.journal, self.batch_files
         self.journal = self.batch_files = cast(Any, Unrecorded())
         try:
@@ -178,7 +178,7 @@ class RLVRPipeline:
 
     @phase("generate")
     def generate(self) -> Batch:
-        """Wait for the next batch from the rollout service or from a dump. Its tokens stay in the object store."""
+        """Wait for the next batch, from the rollout service or a dump; tokens stay in the object store."""
         step = self.steps_done + 1
         self.early.forget()
         rollouts = self.recovery.batch(step, lambda: self.source.next_batch(step, self.early.poll))
@@ -226,7 +226,7 @@ class RLVRPipeline:
 
     @phase("train")
     def train(self, batch: Batch) -> None:
-        """Train actor and critic. A single call to each covers all epochs and mini-batches."""
+        """Train actor and critic, each in one call for all epochs and mini-batches."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.models.actor, self.models.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
@@ -261,12 +261,12 @@ class RLVRPipeline:
 
     @property
     def repeats(self) -> bool:
-        """True while an update that was lost is repeated."""
+        """True while a lost update is repeated."""
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. While an update is repeated after the loss of a rank, do
-        not raise: the update was checked the first time."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. An update repeated after the loss of a rank passes: it
+        was checked the first time."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -342,7 +342,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def save_before_the_end(self) -> None:
-        """Save the state after the last complete step, within the time that is left after a SIGTERM."""
+        """Save the state after the last complete step, within the time that remains after a SIGTERM."""
         seconds = WATCHDOG.preempted_for(self.config.checkpoint.on_sigterm_s)
         with WATCHDOG.uninterrupted(), WATCHDOG.limit("checkpoint", seconds, "checkpoint.on_sigterm_s"):
             unfinished, state, reached = b"", self.recovery.source_state, self.recovery.reached
@@ -436,7 +436,7 @@ class RLVRPipeline:
 
 
 class Unrecorded:
-    """Takes the place of the journal and the batch files while an update is repeated: every call does nothing."""
+    """Stands in for journal and batch files: every call does nothing."""
 
     def __getattr__(self, _: str) -> Unrecorded:
         return self

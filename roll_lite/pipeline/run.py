@@ -1,4 +1,4 @@
-"""Run a configuration, from its start to its exit code."""
+"""A run, from its configuration to its exit code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 
 def run(config: RunConfig) -> int:
-    """Start, train and clean up; return the exit code. The cause of a failure is written to standard error and summary.json."""
+    """Start, train, clean up; return the exit code. The cause of a failure goes to standard error and summary.json."""
     given = config
     try:
         config, notes = settled(config)
@@ -132,8 +132,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Signal handler: SIGTERM and SIGHUP end a run as Ctrl-C does. After the first SIGTERM, a run with checkpoints (`saves`) saves its
-    state before it ends. Signals that were already ignored at the start, as with nohup, stay ignored."""
+    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) saves its state
+    before it ends. Signals already ignored at the start, as with nohup, stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -166,15 +166,15 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals inside the block, in which the caller records how the run ended. After the block, signals raise KeyboardInterrupt
-        again and can interrupt the clean-up."""
+        """Ignore signals while the caller records, inside the block, how the run ended. Signals after the block raise KeyboardInterrupt
+        again and so interrupt the clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """Records how a run ended. Only the first cause counts: later ones come from the clean-up."""
+    """Records how a run ended. The first cause counts; later ones come from the clean-up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED
@@ -198,7 +198,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread, because the main thread hangs. The guard of the Ray session cleans up."""
+        """End the process from another thread because the main thread hangs; the Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:
@@ -229,8 +229,7 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str, shortage: str = "") -> None:
-    """Print why the run failed; the traceback is written only to failure.txt. `what`: what failed. `shortage`: likely causes of the
-    failure."""
+    """Print a failure; its traceback goes to failure.txt only. `what`: what failed. `shortage`: likely causes."""
     more = folder / FAILURE_FILE
     note = f"more in {more}"
     try:

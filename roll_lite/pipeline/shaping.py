@@ -1,4 +1,4 @@
-"""Compute the rewards and masks of samples on the driver, from columns of the batch."""
+"""Compute rewards and masks of samples on the driver, from columns of the batch."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def shape_rewards(
 
 
 def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    """Return the rewards of the greedy baseline samples, [N] float32. Only scale, clip and domain weight apply to them."""
+    """Return rewards [N] float32 of greedy baselines: only scale, clip and domain weight apply."""
     return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
 
 

@@ -1,4 +1,4 @@
-"""Detect that open files, shared memory or memory are too few or too small: before a run, and as a likely cause of its failure."""
+"""Detect a lack of open files, shared memory or memory: before a run, and as likely cause of its failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:
 
 
 class Shortages:
-    """Finds out whether a failure was caused by a shortage of open files, shared memory or memory. Create it at the start of the run."""
+    """Finds shortages (open files, shared memory, memory) behind a failure. Create it at the run's start."""
 
     def __init__(self) -> None:
         self._killed = killed_for_memory()
@@ -46,7 +46,7 @@ class Shortages:
             os.close(self._spare_files.pop())
 
     def behind(self, error: Exception) -> str:
-        """Return sentences about shortages that likely caused a failure; empty if there is no sign of a shortage."""
+        """Return sentences on likely causes of a failure; empty without a sign of shortage."""
         found = ""
         if os.strerror(errno.EMFILE) in str(error):
             found += ". Processes may open too few files here: raise the limit (ulimit -n 65536) and start the run again"

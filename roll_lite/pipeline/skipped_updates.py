@@ -1,5 +1,5 @@
-"""Count optimizer updates that were skipped because loss or gradient was not finite. The first update of each series of skips is reported;
-a series that is too long ends the run."""
+"""Count optimizer steps skipped because loss or gradient was not finite. Report the first of each series of skips; a too long series ends
+the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECTIONS = {"actor": "actor_train", "critic": "critic"}
 
 
 class NotFinite(RuntimeError):
-    """Error: too many updates in a row were skipped because loss or gradient was not finite."""
+    """Error: too many updates in a row were skipped."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SkippedSeries:
 
 @dataclass
 class SkippedUpdates:
-    """Counts each role's consecutive skipped updates, also across steps and resumed runs."""
+    """Counts each role's consecutive skipped updates, across steps and resumed runs."""
 
     limits: Mapping[str, int]
     """{role: number of skipped updates in a row that ends the run}; 0: no limit."""
@@ -63,7 +63,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """Count the updates of a step. `updates`: {role: [data parallel rank][update]}. Return the skipped updates that begin a series."""
+        """Count a step's updates, given as {role: [data parallel rank][update]}. Return the skipped updates that begin a series."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, SkippedSeries())

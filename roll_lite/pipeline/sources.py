@@ -1,4 +1,4 @@
-"""Sources of batches and validations: live generation with engines and rewards, or the dumps of a past run."""
+"""Sources of batches and validations: engines and rewards, or a past run's dumps."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
 
 T = TypeVar("T")
 LAST_SECONDS = 60.0
-"""Seconds to wait for the last ledger lines of the rollout service."""
+"""Seconds to wait for the rollout service's last ledger lines."""
 HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(ABC):
-    """Source of batches. The methods that are not abstract suit a source that has no engines and no state."""
+    """Source of batches. The default methods suit a source without engines and state."""
 
     @abstractmethod
     def restart(self, state: dict[str, Any]) -> None:
-        """Restart the rollout service in an earlier `state`. Prompts that it started after that state are started again."""
+        """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         """Load the engine memory that a phase needs for the duration of the block. For SYNC_WEIGHTS, also load the actor's weights if an
@@ -49,7 +49,7 @@ class BatchSource(ABC):
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
-        """Send the actor's weights, version `version`, to the engines. Return None if nothing had to be sent."""
+        """Send the actor's weights to the engines; return None if they need none."""
         return None
 
     @abstractmethod
@@ -71,7 +71,7 @@ class BatchSource(ABC):
         return False
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
-        """Prepare for new training ranks: engines release shared devices, and the next update sends all weights again."""
+        """Prepare for new training ranks: engines leave shared devices, and receive all weights again."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -86,7 +86,7 @@ class BatchSource(ABC):
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
-        """Stop engines and rewards at once: the run is ending, and needs their devices to save its state."""
+        """Stop everything at once: the run ends and needs the devices to save its state."""
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
         """Write the last ledger lines, and shut down."""
@@ -98,17 +98,17 @@ class LiveRollouts(BatchSource):
     restarts: EngineRestarts
     rollouts: Cluster[RolloutWorker]
     reward_models: Mapping[str, Cluster[RewardModelWorker]]
-    """Reward models by name. They are called and loaded by the rollout service, not by the driver."""
+    """Reward models by name. The rollout service, not the driver, calls and loads them."""
     judges: Mapping[str, Cluster[JudgeWorker]]
-    """Judges by name. These references keep the judges' Ray actors alive."""
+    """Judges by name; these references keep their Ray actors alive."""
     judge_restarts: Mapping[str, int]
-    """Maximum number of restarts per hour, by name of the judge."""
+    """Maximum restarts per hour of a judge, by name."""
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
     """Sends weights to the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
-    """Pending call that generates the next batch. It continues while training ranks are replaced."""
+    """Call that generates the next batch; continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
     """Addresses of the judges' servers: {name of the judge: [address of each rank]}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
@@ -139,7 +139,7 @@ class LiveRollouts(BatchSource):
         return [servers.name for servers in self.judges.values()]
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart lost judges at their old addresses. Until they serve, the rewards retry the samples that these judges should score."""
+        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples that these judges should score."""
         found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
         for name in found:
             if not self._restarts.allows(name, self.judge_restarts[name]):
@@ -198,8 +198,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank is lost meanwhile, raise RankFailed: at once if engines stay loaded, but only
-        after the batch or validation if engines offload."""
+        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, but only
+        after the batch or validation if they offload."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -243,7 +243,7 @@ class LiveRollouts(BatchSource):
             self.engines.replicas.each(InferWorker.leave_device)
 
     def replace_engines(self, version: int) -> None:
-        """Report lost engines. Send weights to replacements that have started, and let them serve."""
+        """Report lost engines. Send weights to started replacements, and let them serve."""
         self.restarts.tell_losses()
         if not self.restarts.may_serve():
             return
@@ -290,7 +290,7 @@ class LiveRollouts(BatchSource):
 
 @dataclass(frozen=True)
 class ReplayedRollouts(BatchSource):
-    """Reads batches from another run's dumps, step by step."""
+    """Batches from another run's dumps, by step."""
 
     reader: Cluster[ReplayWorker]
 
@@ -314,7 +314,7 @@ class Validations:
         self._journal = journal
         self._running: RunningValidation | None = None
         self.step: int | None = None
-        """Step of the running validation or, if none is running, of the last one."""
+        """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
         """Start a validation whose results are reported for `step`, and call `wait`."""
@@ -326,12 +326,12 @@ class Validations:
         self.wait(version)
 
     def wait(self, version: int) -> None:
-        """Wait for the running validation. Do not wait if engines also generate during training (`rollout.supply`) and steps remain."""
+        """Wait for the running validation, unless engines generate during training (`rollout.supply`) and steps remain."""
         if self.step == self._config.steps or not generates_ahead(self._config):
             self.finish(version)
 
     def forget(self) -> int | None:
-        """Abandon the running validation, and return its step; None if none was running."""
+        """Abandon the running validation; return its step, or None."""
         running, self._running, self.step = self._running, None, None
         return None if running is None else running.step
 

@@ -29,9 +29,9 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths. The job runs in an uploaded copy of the current folder, which Ray deletes at its end. Therefore no path
-    may lead out of the current folder, and paths of the settings in KEPT may not lie in it. `written`: settings with relative paths still
-    relative. `folder`: folder of the configuration."""
+    """Yield problems with paths: the job runs in an uploaded copy of the current folder, which Ray deletes. A path must not lead out of the
+    current folder, and the path of a setting in KEPT must not lie in it. `written`: the settings before relative paths are made absolute.
+    `folder`: of the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

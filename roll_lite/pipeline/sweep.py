@@ -1,4 +1,4 @@
-"""Run a sweep: several runs, each in its own process, and a table of their results."""
+"""Sweeps: several runs, each in its own process, and a table of results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
 
 
 def run_forwarding_signals(command: Sequence[str], **options: Any) -> int:
-    """Run a command and return its exit code. SIGTERM and SIGHUP are forwarded to it; Ctrl-C reaches it from the terminal. `options`: of
-    subprocess.Popen."""
+    """Run a command and forward SIGTERM and SIGHUP; Ctrl-C reaches it from the terminal. `options`: of subprocess.Popen."""
     with subprocess.Popen(command, **options) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:

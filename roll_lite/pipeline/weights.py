@@ -1,4 +1,4 @@
-"""Update the weights of the engines. The transfer itself is in `distributed/weight_sync/`."""
+"""Weight updates of the engines; `distributed/weight_sync/` moves the bytes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 FULLY_VERIFIED = 3
-"""Number of first updates of each engine after which all tensors are compared, even with `verify: sampled`: most faults show there."""
+"""Number of an engine's first updates in which all tensors are compared, even with `verify: sampled`: most faults show there."""
 LOSS_SECONDS = 5.0
-"""Seconds to wait, after a transfer has failed, for a report that an engine was lost."""
+"""Seconds to wait, after a failed transfer, for news of a lost engine."""
 ANSWER_SECONDS = 30.0
-"""Seconds that engines have to answer after a transfer was interrupted. Then they count as hanging."""
+"""Seconds after which an engine that has not answered an interrupted transfer counts as hanging."""
 
 
 class WeightSync:
@@ -104,7 +104,7 @@ class WeightSync:
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
     def break_off(self) -> None:
-        """Interrupt a transfer in flight: its engines are about to be shut down, and the trainers must save."""
+        """Interrupt a transfer in flight: its engines are about to end, and the trainers must save."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)
@@ -118,8 +118,7 @@ class WeightSync:
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Update the engines `receivers`. Return None if an engine was lost; each of the remaining engines may then hold a mix of old and
-        new weights."""
+        """Update the engines `receivers`. Return None if an engine was lost; the others may then hold a mix of old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
@@ -159,10 +158,10 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. If an engine was lost, return None: the caller must repeat the transfer with the remaining
-        engines, since they may have received data from the lost engine.
+        """Wait for engines and trainers. If an engine was lost, return None: the caller must retry with all other engines, since they may
+        have read data from the lost one.
 
-        Raise RuntimeError, with all causes, after any other failure.
+        Other failures raise RuntimeError with all causes.
         """
         interrupted: float | None = None
         self._transfer = engines

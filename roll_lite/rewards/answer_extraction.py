@@ -45,8 +45,7 @@ def complete(sample: RewardInput) -> str:
 
 
 def finished(sample: RewardInput) -> str:
-    """Return the response without its thoughts. If it was cut at the token limit, also leave out its last, incomplete sentence, line or
-    formula."""
+    """Return the response without thinking and, if cut at the token limit, without its last incomplete sentence, line or formula."""
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -66,8 +65,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return the contents of the last \boxed{} that is not empty, and of boxes before it that only commas, `and` or `or` separate from
-    it."""
+    r"""Return the contents of the last nonempty \boxed{} and of earlier ones that only commas, `and` or `or` join to it."""
     found: list[str] = []
     before = len(text)
     for start, end in boxes(text):

@@ -42,22 +42,21 @@ class RewardFailed(Exception):
 class ResponseSuspected(RewardFailed):
     """Failure that the response may have caused.
 
-    A harmless response is then scored. If that succeeds, the suspected response gets the lowest score; otherwise scoring of the sample
-    fails.
+    A harmless response is then scored: if that succeeds, the suspected response gets the lowest score; otherwise the sample fails.
     """
 
 
 class RewardType(Section):
-    """Base class of reward types. Fields are the arguments in YAML; docstrings become docs/rewards.md."""
+    """Base class of reward types; fields are arguments in YAML. Docstrings become docs/rewards.md."""
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
     """True if the reward reads the reference answer before the response. Scoring an empty response is then a cheap check of the reference
     answer."""
     answers_are_responses: ClassVar[bool] = True
-    """False if a reference answer cannot be scored as a response, for example because it is a program's tests."""
+    """False if a reference answer cannot be scored as a response, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
-    """Names of arguments that may hold a secret. Messages do not show their values."""
+    """Arguments that may hold a secret, hidden in messages."""
 
     def __call__(self, sample: Any) -> Any:
         raise NotImplementedError
@@ -66,18 +65,17 @@ class RewardType(Section):
         return 0.0
 
     def warm(self) -> None:
-        """Do the slow work of a first call (imports, tables) before time limits apply."""
+        """Do slow first-call work (imports, tables) before time limits apply."""
 
     def at_once(self) -> int | None:
-        """Return the maximum number of samples in a call; None: no maximum. The whole call must finish within the time limit of one
-        sample."""
+        """Maximum samples per call (None: unlimited). A call must finish within one sample's time limit."""
         return None
 
     def describe(self) -> str:
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Yield problems with the configuration. `place`: YAML path of the reward. `timeout_s`: time limit of a sample."""
+        """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
         yield from ()
 
     def needs_answer(self) -> bool:
@@ -101,8 +99,7 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 
 
 def written(answer: Any, extract: str = "") -> str | None:
-    """Return the answer as text, in the form that `extract` requires; None if it is neither text nor number. Of a list, the first entry is
-    used."""
+    """Write the answer in the form that `extract` requires. None if it is neither text nor number."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # any entry of a list is correct
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
@@ -120,7 +117,7 @@ class RewardFunction:
         self._args = dict(args)
 
     def run(self, scoring: Coroutine[Any, Any, Scores]) -> Scores:
-        """Run the coroutine of `score` or `scores` for a sync function, without an event loop: such a coroutine never suspends."""
+        """Run `score` or `scores` of a sync function. No event loop is needed, because they never suspend."""
         try:
             scoring.send(None)
         except StopIteration as end:
@@ -209,7 +206,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Convert a number, a bool, a Score or a dict of its fields to a Score. Raise RewardFailed for other types, infinity and NaN."""
+    """Convert a number, bool, Score or dict of its fields to a Score. RewardFailed for other types, infinity and NaN."""
     result, reward = _plain(result), f"reward {name}"
     given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
     if not isinstance(given, Mapping):

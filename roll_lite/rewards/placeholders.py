@@ -28,8 +28,7 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """Fill all placeholders in one pass, so that braces in a filled-in text are not read as placeholders. `response`: text to use for
-    {response}."""
+    """Fill all placeholders in one pass: braces in a filled-in text are no placeholders."""
     parts = []
     for text, name, _, _ in Formatter().parse(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)

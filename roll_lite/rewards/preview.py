@@ -1,4 +1,4 @@
-"""Command `roll-lite reward`: try the reward of a domain on reference answers or on given responses."""
+"""Command `roll-lite reward`: try a domain's reward on reference answers or given responses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class References:
     total: int
     unreadable: dict[int, str]
     read: int
-    """Number of references that were read; less than `total` if the time ran out."""
+    """References read; less than `total` if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -139,9 +139,9 @@ def _tracked(items: Sequence[Item]) -> Iterable[Item]:
 
 
 def _tries(name: str, config: RunConfig, look: Look, reward: RewardType | None) -> tuple[PromptSet, list[Try]]:
-    """Return the data, and the (prompt, response, finish reason) to score.
+    """Choose (prompt, response, finish reason) to score.
 
-    If responses come from a file, or all reference answers are checked, the whole split is loaded; otherwise only `look.limit` prompts.
+    If responses come from a file or all reference answers are checked, load the whole split; otherwise only `look.limit` prompts.
     """
     domain, tokenizer = config.domains[name], load_tokenizer(config.model.path)
     reads_all = reward is not None and reward.reads_answer_first
@@ -212,8 +212,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 
 
 def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
-    """Find the reference answers that the reward cannot read. They are tried in random order, for at most `seconds`; None: all are
-    tried."""
+    """Find reference answers that the reward cannot read, in random order for at most `seconds`."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

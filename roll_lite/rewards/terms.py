@@ -19,8 +19,7 @@ class Term:
 
 
 class Reward:
-    """Sum of a base reward and weighted terms. Only the base reward decides whether a response is correct. If a term fails, the sample
-    fails."""
+    """Sum of a base reward and weighted terms. Only the base decides correctness; a failed term fails the sample."""
 
     def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
         self.name = base.name

@@ -1,7 +1,7 @@
 """Run assert-style tests of an untrusted program (docs/code_reward.md).
 
-The tests run in their own process (`Tests`), which calls the functions of the program over a socket, with plain values. The program's
-process (`serve`) sees only the arguments.
+The tests run in their own process (`Tests`), which calls the program's functions over a socket with plain values. The program's process
+(`serve`) sees only the arguments.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 LONGEST = 8 << 20
 CHANGING = (list, dict, set, bytearray)
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would silently end a loop in the tests. The tests get a plain Exception instead."""
+"""Exceptions that would silently end a loop in the tests, which get a plain Exception instead."""
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError, MemoryError)
 
 
 class _Aborted(BaseException):
-    """Abandons the running test. It is not an Exception, so that tests do not catch it."""
+    """Abandons the running test; not caught by `except Exception`."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """Proxy, in the tests' process, for a function, class or object of the program. `at`: its address in the program's process: the name of
-    a function or class, the number of an object, or [number of an object, name of its method]. `has_methods`: True for an object of
-    LeetCode's class Solution."""
+    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: address in the program's process: name of a
+    function or class, number of an object, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
+    Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
         self._tests, self._at, self._has_methods = tests, at, has_methods
@@ -50,8 +50,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. If this is the proxy of a function or class, abort the test, which is then run again in the
-        program's process."""
+        """Return a method of a Solution object. For a function or class, abort the test, which then runs again in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -208,7 +207,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run a test. Return why it failed, or "". `inside`: the test runs in the program's process and needs guards."""
+    """Run a test and return its failure, or "". `inside`: run with guards, in the program's process."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # unittest.main() looks for the tests there
     known = module.__dict__

@@ -15,9 +15,9 @@ REMOVAL_S = 2.0
 
 
 class Group:
-    """Control group (cgroup v2) of a sandbox. It counts and limits the resources of a program's processes.
+    """Control group (cgroup v2) of a sandbox, which counts and limits the resources of a program's processes.
 
-    The files of the group are opened early, because the sandbox cannot reach them after it is isolated.
+    Its files are opened early: the isolated sandbox cannot reach them.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,7 +47,7 @@ class Group:
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds since `begin`, without those of this process, which is in the group too."""
+        """CPU time since `begin`, without this process, which is in the group too."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -73,7 +73,7 @@ def die_first() -> None:
 
 
 def make_group() -> Group | None:
-    """Create a control group beside or below that of this process; return None if that is not allowed."""
+    """Create a control group beside or below this process's; None if forbidden."""
     for parent in _parents():
         with contextlib.suppress(OSError):
             for old in claimed_by_none(parent, PREFIX):

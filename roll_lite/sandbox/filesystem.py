@@ -1,5 +1,5 @@
-"""File system of a sandboxed program: the interpreter and system libraries, read-only, and an empty folder that the program may write to.
-Without a mount namespace, the size of this folder is measured from outside."""
+"""File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
+namespace, the folder's size is measured from outside."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ SYSTEM = (
     "/usr/share/rubygems-integration",
 )
 PACKAGES = ("site-packages", "dist-packages")
-"""Folders that programs cannot see, because a package in them may contain a data set with answers."""
+"""Folders hidden from programs, because a package may contain a data set with answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that programs may use. /dev/zero is not among them: shared memory mapped from it is charged to no process."""
+"""Allowed devices. Not /dev/zero: shared memory mapped from it is charged to no process."""
 CLAIM_S = 60.0
 DEEPEST = 256
 BLOCK = 512
@@ -170,7 +170,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """List a folder while the program may still run. The folder is held open, so that the program cannot replace it by a symlink."""
+    """List a folder while the program may still run. It is held open: no symlink can replace it."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -191,7 +191,7 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, even if it is very deep or has subfolders that cannot be read."""
+    """Remove a folder, even if it is very deep or has unreadable subfolders."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if os.path.isdir(folder):  # noqa: PTH112
@@ -200,14 +200,14 @@ def remove_folder(folder: str) -> None:
 
 
 def claim(folder: str) -> int:
-    """Mark a folder as in use. The mark lasts as long as the returned file descriptor is open."""
+    """Mark a folder as in use while the returned file descriptor is open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Yield this user's folders that are not in use. Folders younger than CLAIM_S are skipped, because they may be about to be claimed."""
+    """Yield this user's folders that are not in use, except those younger than CLAIM_S, which may be claimed soon."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Guards for tests that run in the process of the tested program, where the program could forge its verdict (docs/code_reward.md).
+"""Guards for tests that run in the tested program's process, where the program could forge its verdict (docs/code_reward.md).
 
-The guards stop objects that equal everything, and operators that see the expected value (`Area(3) - 28.274`). They do not stop programs
-that read the interpreter's frames or memory.
+They stop objects that equal everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the
+interpreter's frames or memory.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def replaced_by(source: str) -> set[str]:
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests, and insert calls of guard functions. Failed asserts are appended to `failed`, and so count even if the program
-    catches them."""
+    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`: they count even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -104,7 +103,7 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__seen__", node)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """Record a failed assert before it raises, because the program may catch the exception."""
+        """Record a failed assert before it raises: the program may catch the exception."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -112,7 +111,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Fail the test if a `with` block was not run to its end, because a context manager of the program can suppress a failed assert."""
+        """Fail the test if the `with` block did not run to its end: a context manager of the program can suppress a failed assertion."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -153,8 +152,8 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Wrap the assert methods of unittest. A failure then counts even if the program catches it, and objects of the program are equal only
-    if their attributes are equal, whatever their `__eq__` returns."""
+    """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
+    attributes are, whatever `__eq__` says."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,8 +232,8 @@ class Operators:
                 self._guards += [(kind, name, held) for name, held in HELD_BY(kind).items() if _is_guard(held)]
 
     def end(self) -> set[str]:
-        """Switch the guards off. Return the names that the program replaced during the test: operator methods, and functions that the
-        guards added, such as `__compare__`."""
+        """Disable the guards. Return the names replaced during the test: operator methods, and functions that we added, such as
+        `__compare__`."""
         taken = {name for name, one in self._known.items() if Operators.tests.get(name) is not one}
         Operators.tests = None
         for kind, name, original in self._silent:
@@ -243,7 +242,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class, and of the classes of its items, because these classes may be new. Return the value."""
+    """Guard the operators of a value's class and of its items' classes, which may be new. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -264,10 +263,10 @@ def guard_named_value(value: Any) -> Any:
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract two values for `abs(a - b)` in a test.
+    """Subtract for a test's `abs(a - b)`.
 
-    If only one of them is an object of the program, it is converted to plain data first: its `__sub__` would see the expected value and
-    could fake the result.
+    If only one value is the program's object, convert it to plain data first: the object's `__sub__` would see the expected value and could
+    fake the result.
     """
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
@@ -331,14 +330,14 @@ def _is_guard(held: Any) -> bool:
 
 
 def _is_of_objects(value: Any) -> bool:
-    """Return True for an object of the program's classes, and for a nonempty container that holds only such objects."""
+    """True for an object of the program's classes, or a nonempty container of only such objects."""
     if type(value) in PLAIN_CONTAINERS:
         return bool(value) and all(map(_is_of_objects, value))
     return any(map(_is_own, MRO(type(value))))
 
 
 def _is_by_test(frame: types.FrameType | None) -> bool:
-    """Return True if an operator is applied by the test, not by the program. `frame`: caller of the operator's method."""
+    """True if the test, not the program, applies an operator. `frame`: caller of the operator's method."""
     while frame is not None and Operators.tests is not None:
         if frame.f_globals is Operators.tests:
             return True
@@ -363,12 +362,12 @@ def _is_programs(known: dict[str, Any]) -> bool:
 
 
 def _is_odd(name: str, held: Any) -> bool:
-    """Return True if an operator is neither a Python function nor the C method of the same name, as in `__sub__ = float.__mul__`."""
+    """True if an operator is neither a Python function nor a C method of the same name (`__sub__ = float.__mul__`)."""
     return held.__name__ != name if type(held) in OF_C else type(held) is not types.FunctionType
 
 
 def _has_own_comparison(value: Any, depth: int = 0) -> bool:
-    """Return True if comparing a value or its items would call an operator of the program. Such operators are guarded by this call."""
+    """True if comparing the value or its items would call an operator of the program. These operators are guarded."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return True in [_has_own_comparison(one, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ()))]
     own = [kind for kind in MRO(type(value)) if _is_own(kind)]

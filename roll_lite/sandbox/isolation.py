@@ -20,13 +20,12 @@ from roll_lite.sandbox.kernel import checked, libc
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Base of the user ids of sandboxes. A sandbox adds its process id, so that the processes of each sandbox can be counted and signalled
-separately."""
+"""Base of sandboxes' user ids. A sandbox adds its process id, so that its processes can be counted and signalled separately."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Ratio of the limit of address space to that of memory: programs reserve more than they use."""
+"""Ratio of address space to memory limit: programs reserve more than they use."""
 NPROC_ALLOWANCE = 512
-"""Number that is added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
+"""Processes added to RLIMIT_NPROC, which also counts the user's processes outside the sandbox."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 NO_WALLS = 47
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -35,7 +34,7 @@ READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TRUNCATE_ABI = 3
 SCOPE_ABI = 6
-"""First version of landlock that also restricts signals and abstract sockets."""
+"""First landlock version that also restricts signals and abstract sockets."""
 TRIAL = {
     "cpu_s": 10,
     "memory_bytes": 1 << 30,
@@ -279,7 +278,7 @@ def _own_namespaces(isolation: Isolation, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Count the threads of a user, as RLIMIT_NPROC does outside a user namespace."""
+    """Count a user's threads, as RLIMIT_NPROC does outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -329,7 +328,7 @@ def landlock_abi() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Restrict this process and its children by landlock, which requires no_new_privs. `named`: folders that may only be listed."""
+    """Restrict this process and its children with landlock; requires no_new_privs. `named`: folders that may only be listed."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

@@ -60,15 +60,15 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""Orders to kill, pause or resume the running program, each of one byte.
+"""Orders, of one byte, to kill, pause or resume the running program.
 
-They are white space, because the reader of requests skips an order that arrives after the program has ended.
+They are white space, because the reader of requests skips an order that arrives after the program's end.
 """
 OUT_OF_TIME = int(signal.SIGPROF)
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process after `seconds` of CPU time, with the exit status OUT_OF_TIME."""
+    """End this process after `seconds` of CPU time, with exit status OUT_OF_TIME."""
     # C's `_exit` is the handler, because the first process of a pid namespace ignores signals without a handler.
     libc.signal(signal.SIGPROF, ctypes.cast(libc._exit, ctypes.c_void_p))
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -127,7 +127,7 @@ def has_capabilities(wanted: int) -> bool:
 
 
 def write_id_maps(uid: int, gid: int) -> None:
-    """Map root in the new user namespace of this process to `uid` and `gid` outside."""
+    """Map root in this process's new user namespace to `uid` and `gid` outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:

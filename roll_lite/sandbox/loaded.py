@@ -1,4 +1,4 @@
-"""Snapshot of the modules that were loaded before a program, to undo its changes to them and to recognize its classes."""
+"""Snapshot of the modules loaded before a program, to undo its changes and recognize its classes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ class Loaded:
         return self
 
     def put_back(self) -> set[str]:
-        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Return the names that were
-        replaced."""
+        """Undo the program's changes to modules, classes and functions, except to state such as sys.stdout. Return the replaced names."""
         replaced = {name for name, module in self.modules.items() if sys.modules.get(name) is not module}
         sys.modules.update(self.modules)
         for function, code, defaults, named in self._code.values():

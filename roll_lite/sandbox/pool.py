@@ -33,8 +33,7 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Number of attempts to start a sandbox. A machine under load may be slow, or have no free namespaces until the kernel has removed old
-ones."""
+"""Attempts to start a sandbox. A loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +52,29 @@ class SandboxDied(SandboxTrouble):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. They hold for all its processes together, unless stated otherwise."""
+    """Limits of a program, for all its processes together unless stated otherwise."""
 
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Memory of all processes together. Each process may reserve twice as much address space."""
+    """Memory of all processes; each may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """Maximum number of processes and threads besides the first."""
+    """Processes and threads besides the first."""
     open_files: int = 64
     """Maximum number of open files of each process. It is low because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Program to run. `order`: what kind of program it is, with its arguments (see `MODES` in programs.py)."""
+    """Program to run. `order`: its kind and arguments, see `MODES` in programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """Compiled program, which is passed as file descriptor 4."""
+    """Compiled program, passed as file descriptor 4."""
     address_space: bool = True
     """Whether to limit the address space. False for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
@@ -93,7 +92,7 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Exit status; if a signal ended the program, minus the signal's number."""
+    """Exit status, or minus the signal's number."""
     stopped: str
     """Limit that ended the program: cpu, wall, memory, processes, output, or sandbox (the program ended its sandbox); "" if no limit
     did."""
@@ -123,7 +122,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that a control group counts exactly. The usage of other resources is sampled about twenty times a second."""
+    """Resources that a control group counts exactly; others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -195,7 +194,7 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program. `fileno()` becomes readable when it ends. `peer`: socket that the program gets as file descriptor 4."""
+        """Start a program; `fileno()` becomes readable at its end. `peer`: socket passed as file descriptor 4."""
         if self._running is not None:  # the wait for an earlier program was interrupted
             self.close()
         self._ensure_started()
@@ -214,8 +213,7 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the end of the program; kill it after `patience` seconds. Raise SandboxTrouble if the sandbox does not report the
-        end."""
+        """Wait for the program's end; kill it after `patience` seconds. SandboxTrouble if the sandbox does not report the end."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -349,7 +347,7 @@ class SandboxPool:
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """Start all sandboxes. Raise ValueError if a required protection is missing, unless `allow_unprotected`."""
+        """Start all sandboxes. Raise ValueError if required protections are missing, unless `allow_unprotected`."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             protections.refuse_missing(self._allow_unprotected)
@@ -419,7 +417,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Retry a job whose sandbox died. If the sandbox dies again, but then runs a harmless program, the job is the cause."""
+        """Retry a job whose sandbox died. If it dies again but can run a harmless program, the job is the cause."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)

@@ -1,4 +1,4 @@
-"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Its results are judged outside."""
+"""Run an untrusted program in its sandboxed process, in one of several modes (`MODES`). Results are judged outside."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """End the process as an interpreter does: join threads, run exit functions, flush, finalize objects, and flush again."""
+    """End the process as an interpreter does: join threads, run exit functions, flush, finalize objects, flush again."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
@@ -104,8 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement of `resource.setrlimit`. Programs written for contests often try to raise limits; if that fails, the attempt is
-    ignored."""
+    """Replacement of `resource.setrlimit`. Contest programs often try to raise limits; refused attempts are ignored."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -143,7 +142,7 @@ def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Call one function several times, each time in a child process, so that the calls cannot affect each other."""
+    """Call one function several times, each in a child process: calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
@@ -217,9 +216,9 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _repl(order: dict[str, Any]) -> None:
-    """Run the program, then pieces of code that come from the socket PEER, in the program's namespace. Each piece has a time limit.
+    """Run the program, then pieces of code from the socket PEER in its namespace, each with a time limit.
 
-    After each piece, standard output holds only the output of this piece, and one byte is sent to PEER: 1 if the piece failed, else 0.
+    After each piece, standard output holds only its output, and PEER gets one byte: 1 if the piece failed, else 0.
     """
     names = _module(order, "__main__")
     signal.signal(signal.SIGALRM, signal.default_int_handler)

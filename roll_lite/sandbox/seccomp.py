@@ -165,7 +165,7 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Requests of ioctl that are allowed. Others could change flags of read-only files."""
+"""Allowed ioctl requests; others could change flags of read-only files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
@@ -226,8 +226,8 @@ def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[t
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Return BPF instructions (code, jump if true, jump if false, operand) that refuse a system call, unless one of `tests` jumps past the
-    refusal. `argument`: index of the argument that is tested."""
+    """BPF instructions (code, jump if true, jump if false, operand) that refuse a system call unless one of `tests` jumps past the refusal.
+    `argument`: index of the tested argument."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, REFUSE | errno.EPERM), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 

@@ -27,13 +27,12 @@ class Usage:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """{(pid, start time): CPU seconds at the last sample}. If a parent never waits for a child, this is the only record of the child's
-        time."""
+        """CPU seconds at the last sample, by (pid, start time): the only record of a child that its parent never waits for."""
         self._unseen_s = 0.0
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Number of resident pages of this interpreter, which the programs that it forks share."""
+            """Resident pages of this interpreter, which forked programs share."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
         """{(pid, start time): number of memory mappings}. Each sample counts those of one process, chosen at random."""
@@ -110,7 +109,7 @@ class Usage:
         return fits(self._folder, self._limits["folder_bytes"] - deleted, self._limits["folder_files"])
 
     def _open_files(self, members: Iterable[int]) -> tuple[int, int]:
-        """Return (bytes of deleted files that are still open or mapped, number of sockets)."""
+        """Return (bytes of deleted files still open or mapped, number of sockets)."""
         device, found, inside = os.stat(self._folder).st_dev, dict[int, int](), f"{self._folder}/".encode()  # noqa: PTH116
         sockets = set[int]()
         for process in members:
@@ -146,15 +145,15 @@ class Usage:
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """Return True for a process that was forked without exec.
+        """True for a fork without exec.
 
-        Its stack starts at the same address as this interpreter's; if addresses are hidden, the flag "forked, no exec" is set.
+        Its stack starts at this interpreter's address or, if addresses are hidden, the flag "forked, no exec" is set.
         """
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Return an upper bound of the bytes in the program's socket buffers, which the kernel charges to no process. 0 without namespaces,
-        because the count would include other programs."""
+        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count would
+        include other programs."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -192,8 +191,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _status(process: int, thread: str = "") -> dict[bytes, int]:
-    """Return the numbers in /proc/PID/status. The file is split only at line feeds, because names of processes may contain other line
-    ends."""
+    """Numbers of /proc/PID/status, split only at line feeds: process names may contain other line ends."""
     lines = [line.split() for line in _content(process, f"{thread}status").split(b"\n")]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 

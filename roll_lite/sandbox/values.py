@@ -27,15 +27,15 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""{type of the standard library that counts as plain data: function that returns the arguments of its constructor}."""
+"""Standard-library types that count as plain data -> function that returns constructor arguments."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""{name of a type: required type of its first argument}. A number as first argument could make a huge object."""
+"""Type name -> required type of the first argument. A number there could make a huge object."""
 ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""{name of a type: required type of all its arguments}. Otherwise, decoding could compute Fraction("1e99999999")."""
+"""Type name -> required type of all arguments: decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
-"""Maximum number of items with the same hash in a decoded set or dict, as protection against hash flooding."""
+"""Maximum items with the same hash in a decoded set or dict, against hash flooding."""
 PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -50,7 +50,7 @@ PLAIN_READERS: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Functions that read plain data by the methods of the built-in type, ignoring what subclasses override."""
+"""Read plain data by the built-in type's methods, ignoring overrides in subclasses."""
 MOST_ITEMS = 100_000
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,

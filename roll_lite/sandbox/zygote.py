@@ -39,9 +39,9 @@ array bisect collections copy datetime decimal fractions functools heapq itertoo
 string threading traceback typing linecache ast types enum io time atexit inspect dataclasses abc numbers cmath textwrap
 """
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Seconds until the first sample of usage, and mean seconds between later samples.
+"""Seconds until the first usage sample, and mean seconds between later ones.
 
-The intervals are random, so that programs cannot hide between samples.
+Intervals are random, so that programs cannot hide between samples.
 """
 DISK_LOOK_S = 0.002
 LONGEST_LIMITS = 4096
@@ -129,8 +129,8 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """Return (limits, open files) of the next request; None when the connection is closed. Orders for a program that has ended already
-        are skipped."""
+        """Return (limits, open files) of the next request; None when the connection is closed. Orders for a program that has ended are
+        skipped."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -244,7 +244,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s}
 
     def _wait(self, poller: select.poll, pause: float, pid: int) -> list[tuple[int, int]] | None:
-        """Wait for events at most `pause` seconds. Return None if the program's folder is full."""
+        """Wait for events. Return None if the program's folder is full."""
         until, step = time.monotonic() + pause, pause if self._namespaces else DISK_LOOK_S
         while not (events := poller.poll(step * 1000)) and time.monotonic() < until:
             if self._usage.folder_is_full(lambda: self._members(pid)):

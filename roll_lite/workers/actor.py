@@ -35,7 +35,7 @@ class CreditReport:
     advantages: dict[int, float] = field(default_factory=dict)
     """{sample number: mean advantage of the sample's policy tokens}."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer by sample; empty if they are measured only during the updates."""
+    """Log-prob differences between engine and trainer; empty if not measured before the updates."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
@@ -80,8 +80,7 @@ class ActorWorker(ModelWorker):
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Compute advantages and the critic's targets of the shard. It is a collective call: the head rank of every data parallel rank must
-        make it."""
+        """Compute advantages and the critic's targets. All head ranks (one per data parallel rank) must call it."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
@@ -139,7 +138,7 @@ class ActorWorker(ModelWorker):
 
 
 class AdaptedActorWorker(ActorWorker):
-    """Actor that trains LoRA adapters. With its adapters switched off, it computes the log-probs of the reference too."""
+    """Actor that trains LoRA adapters. With the adapters off, it also computes the reference's log-probs."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -165,7 +164,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """Return True if the mean KL per token of an update exceeds `limit` or is NaN. The result is the same on all ranks."""
+    """Return True if an update's mean KL per token exceeds the limit or is NaN; equal on all ranks."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
@@ -173,6 +172,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return metric sums without the log-prob mismatch between engine and trainer: after the first update it would include the update's
-    effect."""
+    """Drop the metrics of log-prob mismatch between engine and trainer. After an update they would include its effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

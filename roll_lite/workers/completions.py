@@ -24,8 +24,8 @@ log-prob of a real token is lost."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for further completions while an environment waits for a response. It is short because it delays
-every turn of an episode."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses. Short, because it delays every turn of
+an episode."""
 
 
 class _Ready(NamedTuple):
@@ -144,8 +144,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return the completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for the
-        first completion, then up to `linger_s` for further ones."""
+        """Return completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for the
+        first completion, then up to `linger_s` for more."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

@@ -24,8 +24,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Function that gathers tensors from all data parallel ranks: it takes this rank's [rows, n] and returns a list with every rank's, in rank
-order. Row counts may differ or be 0."""
+"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ or be 0."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class Credit:
     advantages: torch.Tensor
     returns: torch.Tensor | None
     kl: torch.Tensor | None
-    """KL(policy || reference) per token, not multiplied by its coefficient; None if the reward has no KL penalty."""
+    """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
     """[B] float64: the sample's score (only in its first row) minus coef * KL of the row. The sum over a sample's rows is its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """Return True if a forward pass before the updates measures the entropy and the log-prob mismatch with the engine."""
+    """Return True if a forward pass before the updates measures entropy and mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
@@ -65,8 +64,8 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute advantages and the critic's targets from the columns that `credit_columns` names. It is a collective call: the head rank of
-    every data parallel rank must make it."""
+    """Compute advantages and the critic's targets from the columns that `credit_columns` names. All head ranks (one per data parallel rank)
+    must call it."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -76,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that takes the moments of this rank's rows and returns (mean, 1 / standard deviation) over the training tokens of
-    all ranks. Rows with non-finite moments are left out."""
+    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over the training tokens of all
+    ranks. It leaves out rows with non-finite moments."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -104,12 +103,12 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Turns(NamedTuple):
-    """Responses (turns) in this rank's rows, ordered by row and position."""
+    """Responses of this rank's rows, ordered by row and position."""
 
     rows: torch.Tensor
     """Row of each response, [turns] int64."""
     starts: list[int]
-    """Index in the row's mask of the first token of each response. `ends`: index after its last token."""
+    """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
     """[turns] float64: hash of the tokens between the previous response (or the start) and this response: the prompt, or new messages."""
@@ -118,7 +117,7 @@ class Turns(NamedTuple):
 
 
 class CreditTask:
-    """Inputs of the advantage estimators. Scores and KL are summed in float64, because their sizes may differ by a factor of millions."""
+    """Inputs of the advantage estimators. Scores and KL are summed in float64: they may differ by a factor of millions."""
 
     def __init__(
         self,
@@ -227,8 +226,7 @@ def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
 
 
 def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
-    """Return REINFORCE advantages of the token rewards. If `baseline` is "group", subtract the mean score of the group from the last
-    reward."""
+    """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()
@@ -305,7 +303,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Advantage estimators by their `name` in the configuration. The settings beside `name` are passed as keyword arguments."""
+"""Advantage estimators by their `name` in the configuration; settings beside `name` are passed as keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)

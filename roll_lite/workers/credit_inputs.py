@@ -22,14 +22,14 @@ class SampleTable:
     scores: torch.Tensor
     """float64: reward after shaping, without KL."""
     groups: torch.Tensor
-    """int64: group number; samples of the same prompt have the same number."""
+    """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
     """int64: number of the sample's tokens that the policy chose."""
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: for each row of this rank, the index of its sample in this table; `everyone.rewards[everyone.local]` is thus the reward of
-    each row. A sample may have several rows (branches of an agent)."""
+    """[B] int64: for each of this rank's rows, the index of its sample in this table. Several rows may be one sample (an agent's branches).
+    `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class CreditInputs:
     reward: torch.Tensor
     """[B] float32: reward after shaping, without KL."""
     groups: torch.Tensor
-    """[B] int64: group number; samples of the same prompt have the same number."""
+    """[B] int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
     """[B] int64: number of the row's tokens that the policy chose."""
     truncated: torch.Tensor
     """[B] bool: the response was cut off (at max_tokens or at the maximum of turns)."""
     train_weight: torch.Tensor
-    """[B] float32: weight in the loss; 0 for samples that do not train."""
+    """[B] float32: 0 for samples not trained on."""
     everyone: SampleTable
-    """Samples of all ranks, to compute baselines."""
+    """Samples of all ranks, for baselines."""
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

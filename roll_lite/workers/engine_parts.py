@@ -1,4 +1,4 @@
-"""Run an engine that spans nodes: an InferWorker on the first node, and an actor on each further node."""
+"""Engine that spans nodes: InferWorker on the first node, an actor on each further node."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineParts:
         self.lost: str | None = None
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Start the actors on further nodes and, at the same time, `engine` (the part on this node): each part waits for the others."""
+        """Start the actors on further nodes together with `engine` (the first node's part), since each waits for the others."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -89,9 +89,9 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the actors while they start. If an actor dies, kill this node's engine processes, which would wait for it forever.
+        """Watch the actors while they start. If one dies, kill this node's engine processes, which would wait forever.
 
-        This runs in a thread, because a starting engine may block the event loop.
+        Runs in a thread: a starting engine may block the event loop.
         """
         pending = list(started)
         while pending and not self._start_is_over.is_set():

@@ -1,4 +1,4 @@
-"""Environment workers (processes that play episodes), and the pool of such workers in the rollout service."""
+"""Environment workers: processes that play episodes, and their pool in the rollout service."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EnvironmentWorker:
         self._name = name
 
     async def prepare(self) -> tuple[list[int], str | None]:
-        """Import the environment and load the tokenizer. Return the token ids of CANNED_RESPONSE, and a note for the user or None."""
+        """Import the environment and load the tokenizer. Return token ids of CANNED_RESPONSE, and a note for the user."""
         tokenizer = load_tokenizer(self._model)
         host = ray.util.get_node_ip_address()
         path = f"domains.{self._name}"
@@ -55,7 +55,7 @@ class EnvironmentWorker:
         self._player.tell(orders)
 
     async def events(self) -> tuple[list[Event], int]:
-        """Return the events since the last call, and the number of calls of the environment that hang in threads."""
+        """Return events since the last call, and the number of calls that hang in threads."""
         return await self._player.events(POLL_SECONDS), self._player.stuck
 
     async def place(self) -> Place:
@@ -72,7 +72,7 @@ class _Lost(NamedTuple):
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
     since: float | None
-    """Time at which the environment began to work; None while the episode waits for the policy's response."""
+    """Time at which the environment began to work; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
@@ -105,12 +105,11 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain. An episode is given to the worker that runs the fewest; if that worker is lost, the episode starts
-    again."""
+    """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: whether a worker runs at most `parallel` episodes. False in deterministic runs, where requests are sent only when all
-        samples wait for a response, so that all episodes must be running."""
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs: they send requests only once all samples wait
+        for a response, so all episodes must run."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment
@@ -187,8 +186,7 @@ class EnvironmentPool:
             running.events.put_nowait(error)
 
     async def problem(self, prompts: Sequence[Prompt]) -> str | None:
-        """Play episodes with canned responses. Return an error message if all of them fail: a single failure may be due to a bad row of the
-        data."""
+        """Play episodes with canned responses. Return an error message if all fail; a single failure may be a bad row."""
         causes = await asyncio.gather(*map(self._trial_failure, prompts))
         if not all(causes):
             return None

@@ -33,11 +33,11 @@ T = TypeVar("T")
 
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
-"""Seconds that the clean-up of a dead engine may take before its end is reported."""
+"""Seconds for a dead engine's clean-up before its end is reported."""
 PULSE_SECONDS = 2.0
-"""Seconds between the answer to a heartbeat and the next heartbeat."""
+"""Seconds between a heartbeat's answer and the next heartbeat."""
 MOST_BLOCKS = 32
-"""Maximum number of token blocks (tables of tokens) that one call returns."""
+"""Maximum token blocks (tables of samples' tokens) per call."""
 POLL_SECONDS = 10.0
 """Seconds after which a call for completions returns even if there are none."""
 
@@ -48,7 +48,7 @@ async def fetch_block(reference: Any) -> DataProto:
 
 
 class InferWorker(AsyncWorker):
-    """Worker of an engine replica. Its methods run in the same event loop as the engine."""
+    """Worker of an engine replica; its methods share the event loop with the engine."""
 
     lives_alone: ClassVar[bool] = True
     build = staticmethod(build_engine)
@@ -72,8 +72,8 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine if it is this replica's turn (rank % turns == turn). Engines on the same GPU start one after another, because
-        each measures the free memory."""
+        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, because each measures
+        the free memory."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -112,8 +112,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return the completions since the last call, followed by `most_blocks` token blocks; missing blocks are None. The caller owns the
-        returned objects, so they outlive this process."""
+        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns the objects, so
+        they outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -121,7 +121,7 @@ class InferWorker(AsyncWorker):
         await self._pump.abort(request_ids)
 
     async def forget_requests(self) -> None:
-        """Abort and forget all requests, because the rollout service that made them is gone."""
+        """Abort and drop all requests: their rollout service is gone."""
         with suppress(Exception):  # a dead engine has none
             await self._pump.forget()
 
@@ -152,7 +152,7 @@ class InferWorker(AsyncWorker):
         await self._of_engine(self._strategy.offload(parts))
 
     async def leave_device(self) -> None:
-        """Offload everything. After an interrupted weight update do nothing, because the update must be repeated first."""
+        """Offload everything, except after an interrupted weight update, which must be repeated first."""
         if self._strategy.life.state is not EngineState.HALF_UPDATED:
             await self.offload(tuple(EngineMemory))
 
@@ -204,7 +204,7 @@ class EngineSeat:
         self._is_first = not is_absent
 
     async def start(self) -> None:
-        """Wait until the engine has started or, after a loss, until a replacement has. Raise MemberLost if no replacement will come."""
+        """Wait until the engine or, after a loss, a replacement has started. Raise MemberLost if none will come."""
         if self._is_first:
             self._is_first = False
             await self.engine.start()
@@ -245,7 +245,7 @@ class RemoteEngine(BatchedEngine):
             return cause_of(error)
 
     async def _until_silent(self) -> str:
-        """Wait until a heartbeat is not answered, and return the cause of the loss. A living worker answers even during long prefills."""
+        """Wait for an unanswered heartbeat; return the cause of loss. A living worker answers even during long prefills."""
         limit_s = await self._heartbeat.until_silent()
         return f"nothing was heard of its process for {self.silent_s:.1f} s (limits.engine_silence: {limit_s:g} s)"
 
@@ -263,7 +263,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even if a signal has stopped its process: it could be resumed later and serve old weights."""
+        """Kill the worker, even if a signal has stopped it: it could be resumed and serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

@@ -1,4 +1,4 @@
-"""Run the LLM judges of a run: vLLM's OpenAI-compatible server as a separate process, which is restarted when it dies."""
+"""LLM judges of the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """Server process of a judge. This object reserves the port, so that a restarted server has the same address."""
+    """Process of a judge's server. This object reserves the port, so that restarts keep it."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"

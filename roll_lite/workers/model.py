@@ -1,4 +1,4 @@
-"""Workers that hold a model behind a train strategy: the base class, the reference and the critic."""
+"""Workers with a model behind a train strategy: base class, reference and critic."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Update:
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """Return the columns that optimizer steps read. `if_there`: columns that are read only if the batch has them."""
+    """Return the columns that optimizer steps read. `if_there`: columns read only if the batch has them."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
@@ -171,8 +171,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Divide `items` among the ranks of this node, and return this rank's share. It is a collective call of all ranks; the ranks of a
-        node must pass equal `items`."""
+        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call it, with equal `items` on a node."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -183,7 +182,7 @@ class ModelWorker(Worker):
 
     @ray.method(num_returns=2)
     def copy_state(self, room: float) -> tuple[int, StateCopy | None]:
-        """Return the size of this rank's state in bytes, and a copy of the state; None instead of the copy if it exceeds `room` bytes."""
+        """Return the size of this rank's state in bytes and, unless it exceeds `room`, a copy."""
         copy = self.strategy.copy_state()
         size = sum(array.nbytes for array in copy[0])
         return size, copy if size <= room else None
@@ -192,7 +191,7 @@ class ModelWorker(Worker):
         self.strategy.load_copy(ray.get(copies[self.rank]))
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Return sizes and checksums of this rank's share of the files. The ranks take the files in turn."""
+        """Return sizes and checksums of this rank's share of the files: every world_size-th file."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
@@ -217,7 +216,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Compute columns for the rows of the shard. Head ranks (one per data parallel rank) return them, other ranks None."""
+        """Compute columns of this rank's rows; return None except on head ranks (one per data parallel rank)."""
         batch = shard.materialize()
         found = self.forward_pass(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -257,8 +256,8 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute the loss of each row, by sample, after an update was skipped because it was not finite. Empty except on head ranks,
-        which alone get model outputs."""
+        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on ranks that return no outputs (all but
+        head ranks)."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

@@ -1,5 +1,5 @@
-"""Losses of actor and critic. Each returns the loss of a micro-batch, sum(loss_weight * token loss), and metric sums that add up over
-micro-batches and ranks. The metric `<name>#<number>` is the sum over the domain with that number. Masked entries count as 0, even NaN."""
+"""Losses of actor and critic. Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over
+micro-batches and ranks. The metric `<name>#<number>` is the sum over one domain, by its number. Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ detached."""
 
 @dataclass(eq=False)
 class ActorLoss:
-    """Policy loss with mismatch correction, KL to the reference and entropy bonus. Supervised rows (ptx_weight > 0) have a cross-entropy
-    loss instead."""
+    """Policy loss with mismatch correction, KL to the reference and entropy bonus; cross-entropy for supervised rows (ptx_weight > 0)."""
 
     policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
     mismatch_correction: MismatchCorrectionConfig | None = None
@@ -47,7 +46,7 @@ class ActorLoss:
     entropy_coef: float = 0.0
     old_log_probs: OldLogProbs = "recompute"
     measure_entropy: bool = True
-    """Whether to compute the entropy as a metric even if the loss has no entropy bonus."""
+    """True: compute the entropy for its metric, even without a bonus."""
     domains: int = 1
     """Number of domains; rows without domain_number belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
@@ -186,7 +185,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """Return the domain number of each row, [B]; 0 if there is only one domain or no such column."""
+    """Return each row's domain number, [B]; 0 without the column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -194,7 +193,7 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class CriticLoss:
-    """Clipped value loss. The column `values` holds the values before the updates: those from which advantages were computed."""
+    """Clipped value loss. The column `values` holds the values before the updates, from which advantages were computed."""
 
     clip: float | None = 0.2
     domains: int = 1
@@ -252,7 +251,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Return the names in GIVEN_TO_LOSSES that are parameters of the user's loss function; empty for built-in losses."""
+    """Return those of GIVEN_TO_LOSSES that the user's function has as parameters."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -265,7 +264,7 @@ def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
 
 
 def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
-    """Compute the loss of each token, 0 where masked. `given`: optional arguments of the user's function."""
+    """Compute each token's loss, 0 where masked. `given`: further arguments of the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
         return _users_policy_loss(config, terms, given)

@@ -1,4 +1,4 @@
-"""Measure the phases of a training rank (seconds, tokens, model FLOPs, memory), and explain what to do when GPU memory runs out."""
+"""Seconds, tokens, model FLOPs and memory of a training rank by phase, and a report when memory runs out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
     "MI300X": 1307.0,
 }
-"""Dense bfloat16 TFLOP/s from data sheets, without sparsity, by a part of the device's name. The first match counts."""
+"""Dense bfloat16 TFLOP/s by part of the device's name (first match), from data sheets, without sparsity."""
 
 REMEDIES = {
     "train": "lower {role}.train_micro_batch_tokens, set {role}.strategy.recompute: full or {role}.optimizer.on_host: true; ",
@@ -72,7 +72,7 @@ class RankPhases:
 
     @contextmanager
     def of(self, phase: str) -> Iterator[PhaseWork]:
-        """Measure time and memory of the block as a run of `phase`. The block adds tokens and FLOPs to the yielded object."""
+        """Measure time and memory of a `with` block. The block adds its tokens and FLOPs to the yielded object."""
         on_gpu = torch.cuda.is_available()
         work = self._done.setdefault(phase, PhaseWork(torch.cuda.get_device_name() if on_gpu else None))
         if on_gpu:

@@ -1,4 +1,4 @@
-"""Read the batches of a past run from its dumps."""
+"""Batches of a past run, read from its dumps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ReplayWorker(Worker):
-    """Reads the batch of a step, and the next one in advance. Tokens are put into the object store."""
+    """Reads a step's batch and prefetches the next one. Tokens go into the object store."""
 
     def __init__(self, dumps: Mapping[int, Path], steps: int) -> None:
         super().__init__()

@@ -19,15 +19,14 @@ from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Sco
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target duration of a call in seconds: long compared with the overhead of a remote call, but short because results wait for the end of the
-call."""
+"""Target seconds of one call: long against a remote call's overhead, short because results wait for the whole call."""
 SLICE_SECONDS = 0.5
-"""Seconds after which a call returns what is finished: a sample that hangs must not delay the other samples of its call."""
+"""Seconds after which a call returns with finished samples: a hanging sample must not delay its batch."""
 MOST_SAMPLES = 64
-"""Maximum number of samples in one call, and in flight in one worker."""
+"""Maximum samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Number of worker losses in a row, without any sample scored in between, after which all waiting samples fail."""
+"""Number of consecutive worker losses, with nothing scored in between, after which all waiting samples fail."""
 
 RewardJob = ScoringJob[RewardInput, Score]
 
@@ -87,10 +86,9 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient that runs the reward workers of one domain.
+    """RewardClient over the reward workers of one domain.
 
-    If a reward function hangs or kills its process, only the sample that it was scoring fails. The other samples of the call are scored
-    again.
+    A function that hangs or kills its process fails its own sample; the call's other samples are scored again.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -185,8 +183,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call. A single sample fails; several samples are scored again, one by one, to find the one that
-        caused the failure."""
+        """Handle the samples of a failed call: a single sample fails, several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

@@ -72,8 +72,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return for each text its score or, if it cannot be scored, the reason. It is a collective call of all ranks of a model copy; the
-        head rank returns the results, the other ranks None."""
+        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call it. Only the copy's head
+        rank returns results, other ranks return None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -122,7 +122,7 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Return the token ids of a text or, if it cannot be scored, the reason."""
+        """Return token ids, or the reason why the text cannot be scored."""
         try:
             ids = self._encode(text)
         except Exception as error:  # the model's chat template may raise anything

@@ -1,4 +1,4 @@
-"""Clients of reward models: they collect samples into batches and restart copies of the model that died."""
+"""Clients of reward models, which batch samples and restart dead model copies."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from roll_lite.workers.reward_model import NotInitialized
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 WINDOW_SECONDS = 0.003
-"""Seconds that an idle copy of the model waits for its batch to become full."""
+"""Seconds that an idle copy waits for a full batch."""
 RESTART_SECONDS = 600.0
 """Timeout in seconds for the restarted processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""Timeout in seconds of one batch on a copy of the model. It is longer than the timeout of one sample (`timeout_s`)."""
+"""Timeout in seconds of one batch on a model copy; longer than the timeout of one sample (`timeout_s`)."""
 KILL_SECONDS = 1.0
 POLL_SECONDS = 0.25
 
@@ -43,7 +43,7 @@ TextJob = ScoringJob[ScoredText, float]
 class Copy:
     actors: tuple[Any, ...]
     head: int
-    """Index, in `actors`, of the head rank, which returns the results."""
+    """Index of the actor that returns the results."""
     under_way: list[TextJob] = field(default_factory=list)
 
 
@@ -57,7 +57,7 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """Return True if the process died, or if Ray has restarted it and it has no model yet."""
+    """Return True if the process died, or was restarted by Ray and has no model yet."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
@@ -97,8 +97,8 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank dies or stops answering. If a rank stopped answering, return the cause; if it died or was restarted, raise
-        MemberLost."""
+        """Wait until a rank dies or stops answering. Return the cause if it stopped answering; raise MemberLost if it died or was
+        restarted."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -138,7 +138,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def move(self, to_devices: bool) -> None:
-        """Load the model onto devices, or offload it. Offloading ignores dead ranks, because scoring the next sample will notice them."""
+        """Load or offload the model. Offloading ignores dead ranks: scoring the next sample will reveal them."""
         async with self._moving:
             if self._is_resident == to_devices:
                 return
@@ -248,7 +248,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
 
 
 class RewardModelClient:
-    """RewardClient of a domain that uses a reward model. The model gives the score; reward workers compute the further reward terms."""
+    """RewardClient of one domain: a reward model gives the score, reward workers add further reward terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelPool) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Rollout service on Ray: an asynchronous actor with the prompts, domains, router and clients of engines and rewards."""
+"""Rollout service on Ray: one asynchronous actor with prompts, domains, router and reward workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RolloutSpec:
     samples_folder: Path | None = None
     dumps: DumpSpec | None = None
     nodes: tuple[str, ...] = ()
-    """Ids of the nodes on which reward and environment workers may run; empty: any node."""
+    """Node ids for reward and environment workers; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make Python's garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
+"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Trial:
     """True if `pool` was made only to test this component; it is closed after the test."""
 
     async def problem(self) -> str | None:
-        """Return an error message if no prompt gets a score: a single failure may be due to a bad reference answer."""
+        """Return an error message if no prompt gets a score; a single failure may be a bad reference answer."""
         causes = await asyncio.gather(*map(self._failure, self.prompts))
         if not all(causes):
             return None
@@ -139,8 +139,7 @@ class RolloutWorker(AsyncWorker):
         self._one_writes = asyncio.Lock()
 
     async def prepare(self, reward_models: Mapping[str, Sequence[Any]], judges: Mapping[str, JudgeAddress]) -> None:
-        """Read the data, then start and test the reward workers. `reward_models`: {name: RewardModelWorker actors}. `judges`: {name:
-        address}."""
+        """Read the data, start and test the reward workers. `reward_models`: RewardModelWorker actors by model."""
         models = self._config.reward_models
         self._reward_models = {name: RewardModelPool(name, reward_models[name], config) for name, config in models.items()}
         self._pools = {name: self._pool(name, domain, judges) for name, domain in self._config.domains.items()}
@@ -272,8 +271,7 @@ class RolloutWorker(AsyncWorker):
         return [*self._data_notes, *(f"domains.{name}.reward: {note}" for name, note in pools if note), *rendering]
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """Return the next batch of `prompts` prompts: rows of accepted samples, with references to their tokens. `step`: names the files
-        that are written."""
+        """Return a batch of `prompts` prompts: rows of accepted samples, with references to their tokens."""
         result = await self._service.next_batch(prompts)
         state = self._service.state_dict()
         await self._reward_models_rest()
@@ -321,7 +319,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move all requests of an engine to other engines, because its node will leave. Return when the engine has no requests."""
+        """Move an engine's requests to other engines, since its node will leave. Return once it has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -334,7 +332,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation while batches and weight updates go on. Return rows of the accepted samples, and statistics of all samples."""
+        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all samples."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
@@ -409,8 +407,8 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, the engine also reports, for each token, the ids that
-    survive top-k, top-p and min-p."""
+    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, engines also return the token ids that survive top-k,
+    top-p and min-p."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

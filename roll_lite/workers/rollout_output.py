@@ -1,4 +1,4 @@
-"""Outputs of the rollout service: rows and references to tokens for the driver, JSON lines for people, dumps for replays."""
+"""Output of the rollout service: rows and token references for the driver, JSON lines for people, dumps for replays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NONE: Mapping[str, Sequence[str]] = {}
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """Return a row for each branch of each sample. All samples must be accepted and scored. The column `sample` numbers the rows from 0."""
+    """Return one row per branch of each sample. All samples must be accepted and scored. The column `sample` numbers the rows from 0."""
     paths = [(sample, number, row) for group in groups for sample in group.samples for number, row in enumerate(sample.transcript.rows)]
     samples, branches, rows = zip(*paths, strict=True) if paths else ((), (), ())
     scores = [sample.score for sample in samples if sample.score is not None]
@@ -102,8 +102,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block:
-    """Return a Block with references to the tokens of all rows, in the order of `rows_of`. `extra`: token columns in addition to
-    TOKEN_COLUMNS."""
+    """Return a Block that refers to the tokens of all rows, in the order of `rows_of`. `extra`: token columns beside TOKEN_COLUMNS."""
     places = [row.tokens for group in groups for sample in group.samples for row in sample.transcript.rows]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -143,7 +142,7 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 
 
 def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> bytes:
-    """Return lines of the ledger as JSON. Lines about the batch of `step` and its groups get the number of the step."""
+    """Return JSON lines for the ledger; lines about the batch and its groups get `step`."""
     return b"".join(_line(line | {"step": step} if line.get("end") == DELIVERED or line["event"] == "batch" else line) for line in lines)
 
 
@@ -166,7 +165,7 @@ def write_samples(
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON. Lone surrogates, which UTF-8 cannot encode and a model may print, are escaped."""
+    """Return a JSON line. Lone surrogates, which a program may print, are escaped: UTF-8 cannot encode them."""
     try:
         return to_json(record, inf_nan_mode="constants", fallback=str) + b"\n"
     except PydanticSerializationError:
@@ -235,7 +234,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump and may be called in a thread. The dump has `stats` as they are at this call."""
+        """Return a function that writes a dump, to be called in a thread. It writes the `stats` as they are now."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(
@@ -244,7 +243,7 @@ class DumpSpec:
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
-    """Fetch blocks; None in place of a block that was lost with its process."""
+    """Fetch blocks; None for blocks lost with their process."""
     try:
         return ray.get(list(references))
     except RayError:

@@ -28,7 +28,7 @@ class ScoringJob(Generic[Item, Result]):
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples to score, from which free workers take batches."""
+    """Queue of samples, taken by free workers."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
@@ -40,7 +40,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     async def _serve(self, member: M) -> None:
-        """Score samples from the queue on one worker or model until it is lost."""
+        """Score samples on a worker or model until it is lost."""
 
     @abstractmethod
     def _lost(self, member: M, cause: str) -> None:
@@ -48,7 +48,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     def _most(self, member: M) -> int:
-        """Return the maximum number of samples in the next batch of a worker or model."""
+        """Maximum samples in the next batch of a worker or model."""
 
     def newly_replaced(self) -> int:
         return self._fleet.newly_replaced()
@@ -58,7 +58,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
         return self._fleet.replaced
 
     async def score(self, item: Item) -> Result:
-        """Return the result of a sample. Raise RewardFailed if it cannot be scored."""
+        """Return a sample's result. Raise RewardFailed if there is none."""
         if self._fleet.end is not None:
             raise RewardFailed(str(self._fleet.end))
         job = ScoringJob(item, asyncio.get_running_loop().create_future())

@@ -1,4 +1,4 @@
-"""Token blocks: tables of tokens. A row holds all tokens of a sample so far: prompt, responses and messages of the environment."""
+"""Token blocks: tables of tokens. A row holds all tokens of a sample so far: prompt, responses, environment messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block, which has about 850 KB. A reader of one row fetches the whole block; on the other hand, sending a reference to a
-block takes 100 to 200 microseconds."""
+"""Tokens of a full block, about 850 KB. A reader of one row fetches the whole block, but each reference to a block costs 100 to 200
+microseconds to send."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
 """Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived top-k, top-p or min-p; all -1 if sampling
-was not truncated. EXPERTS: chosen MoE experts; all -1 if unknown."""
+was not truncated. EXPERTS: MoE experts; all -1 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TokenRecord:
     ids: np.ndarray
     """[T] int64."""
     mask: np.ndarray
-    """[T] bool: whether the policy chose the token."""
+    """[T] bool: the policy chose the token."""
     log_probs: np.ndarray
     """[T] float32: log-prob under the distribution that was sampled from; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class TokenRecord:
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill in unknown expert ids from `experts`, which the engine reported. Known ids are kept: these experts were used in sampling,
-        while a repeated prefill may have chosen others."""
+        """Fill unknown expert ids with `experts`, which the engine reported. Known ids stay: sampling used them, while a prefill may choose
+        other experts."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -93,8 +93,8 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block with one row, the tokens of a sample so far: earlier turns, prompt and response. `parts`: pieces of the response; the
-    dummy first token of each is dropped."""
+    """Return a block with one row: a sample's tokens so far, which are earlier turns, prompt and response. `parts`: pieces of the response,
+    whose dummy first tokens are dropped."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]
@@ -111,7 +111,7 @@ def context_record(request: GenerationRequest, earlier: TokenRecord) -> TokenRec
 
 
 def token_block(records: Sequence[TokenRecord], extra: Collection[str] = ()) -> DataProto:
-    """Return a block with a row for each record. `extra`: optional columns to include, filled with -1 where a record lacks them."""
+    """Return a block with a row per record. `extra`: further columns, -1 where a record has no data."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])

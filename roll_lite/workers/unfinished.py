@@ -1,4 +1,4 @@
-"""Checkpoint file of the samples in unfinished groups: a Parquet table of their token rows."""
+"""Checkpoint file of unfinished groups' samples: a Parquet table with their rows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return the samples in `found`, {group: {index: sample}}, as a Parquet file. Samples without tokens, or whose tokens are lost, are
-    left out; b"" if none is left."""
+    """Return a Parquet file of the samples in `found`, given as {group: {index: sample}}. Samples without tokens, or with lost tokens, are
+    left out."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
     blocks = {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}

@@ -17,8 +17,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_gym(settings: GymEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Return the function that plays an episode. Raise ValueError if the environment cannot be made, or its actions cannot be read from
-    text."""
+    """Build the function that plays an episode; ValueError if the environment cannot be made or its actions cannot be read from text."""
     if settings.function is not None:
         make = partial(load_function(settings.function, f"{path}.function", "arguments -> environment", or_class=True), **settings.args)
         place = f"{path}.function: {settings.function!r}"
@@ -54,7 +53,7 @@ class GymEpisode:
         return opening(task, self._shown(observation))
 
     def step(self, message: Message) -> Step:
-        """Perform the action in the response. If it is invalid, the policy is told why and responds again."""
+        """Take the response's action. An invalid action is reported to the policy, which responds again."""
         try:
             action = self._read(without_thinking(message["content"]).strip())
         except ValueError as error:

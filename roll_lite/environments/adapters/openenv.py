@@ -16,7 +16,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_openenv(settings: OpenEnvEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Return the function that plays an episode. Raise ValueError if a function in the settings cannot be loaded."""
+    """Build the function that plays an episode; ValueError if a function in the settings cannot be loaded."""
     action, shown = settings.action, settings.observation
     write: Callable[[str], Any] = lambda text: {action: text}  # noqa: E731
     show: Callable[[Any], str] = partial(_field, shown)
@@ -40,7 +40,7 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Send the action in the response to the server. If it is invalid, the policy is told why and responds again."""
+        """Send the response's action. An invalid action is reported to the policy, which responds again."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:

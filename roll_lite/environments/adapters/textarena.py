@@ -16,7 +16,7 @@ from roll_lite.rewards.answer_extraction import without_thinking
 
 
 def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls) -> EpisodeFunction:
-    """Return the function that plays an episode. Raise ValueError if the game does not exist or cannot be played by one player."""
+    """Build the function that plays an episode. ValueError if the game does not exist or cannot be played alone."""
     arguments = settings.args
     try:
         game = textarena.make(settings.id, **arguments)
@@ -49,8 +49,8 @@ class TextArenaEpisode:
         return Step((), float(rewards[0]), True, metrics=numbers_of(info[0]))
 
     def _news(self) -> str:
-        """Return the text that the game has added since the last response. The text is read from the game's state, because TextArena's
-        wrappers would repeat the whole conversation."""
+        """Return the text that the game has added since the last response. Reads the game's state, because TextArena's wrappers would
+        repeat the whole conversation."""
         said = self._game.state.get_current_player_observation()
         return "\n".join(text for _, text, kind in said if kind is not textarena.ObservationType.PLAYER_ACTION).strip()
 

@@ -33,8 +33,7 @@ signal.signal = _set_in_main_thread  # type: ignore[assignment]
 
 
 def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Return the function that plays an episode, and the schemas of the environment's tools. Raise ValueError if the environment cannot be
-    loaded."""
+    """Return the function that plays an episode, and the environment's tool schemas; ValueError if the environment cannot be loaded."""
     search_current_folder()
     place, arguments = f"{path}.id: {settings.id!r}", settings.args
     try:
@@ -60,7 +59,7 @@ def play_verifiers(settings: VerifiersEnvironmentConfig, path: str) -> tuple[Epi
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
-    """Model client for verifiers. Each request of verifiers has the whole conversation; only its new messages are passed to the policy."""
+    """Model client for verifiers. Its requests contain the whole conversation; the policy gets only the new messages."""
 
     def __init__(self, policy: Policy, tools: Sequence[str]) -> None:
         super().__init__(policy)

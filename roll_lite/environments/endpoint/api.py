@@ -1,4 +1,4 @@
-"""Common form of requests to the APIs of the endpoint, and rules for their parameters."""
+"""Common form of requests to the endpoint's APIs, and rules for their parameters."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class ChatRequest:
     max_tokens: int | None
     stop: tuple[str, ...]
     text: str | None = None
-    """Prompt of the completions API, which has no messages; None for the other APIs."""
+    """Prompt of the completions API, which has no messages."""
     overridden: tuple[str, ...] = ()
     gives_thoughts: bool = True
-    """False if the client gets the response without its thoughts, so that it cannot repeat them in the next request."""
+    """False: the client gets the response without its thoughts, so it cannot repeat them."""
 
 
 class ChatReply(NamedTuple):
@@ -58,7 +58,7 @@ class ChatReply(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     stop_sequence: str | None = None
-    """Stop string of the request that ended the response; None if none did."""
+    """The request's stop string that ended the response."""
 
 
 class Session(Protocol):
@@ -154,7 +154,7 @@ class _Tool(BaseModel):
 
 
 class ApiRequest(BaseModel, ABC):
-    """Body of a request to one of the APIs. It also builds the responses of its API."""
+    """Body of a request to one of the APIs; builds the API's response."""
 
     model_config = ConfigDict(extra="allow")
     model: str = "policy"
@@ -165,7 +165,7 @@ class ApiRequest(BaseModel, ABC):
     max_tokens: PositiveInt | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"))
     tools: list[Annotated[_Tool, BeforeValidator(_flat)]] | None = None
     tool_choice: Annotated[str, BeforeValidator(lambda given: given.get("type") if isinstance(given, dict) else given or "auto")] = "auto"
-    """With `none`, the prompt has no tools. All other values act as `auto`, since the model cannot be forced to call a tool."""
+    """`none`: the prompt has no tools. All other values act as `auto`, since a call cannot be forced."""
 
     @model_validator(mode="before")
     @classmethod
@@ -211,4 +211,4 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:
-        """Yield the data of each server-sent event of the response. If the data has a field `type`, the event is also named so."""
+        """Yield the data of each server-sent event. If the data has a field `type`, this is also sent as the event's name."""

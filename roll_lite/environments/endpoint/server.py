@@ -1,4 +1,4 @@
-"""HTTP server with OpenAI's and Anthropic's APIs for agents. The policy answers their requests, each as a turn of the agent's episode."""
+"""HTTP server with OpenAI's and Anthropic's APIs. The policy answers an agent's requests, as turns of its episode."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _encoded(event: Json | str) -> bytes:
 
 
 def _failure(error: Exception) -> tuple[int, Json]:
-    """Return (HTTP status, body) for an error, in a form that OpenAI's and Anthropic's clients understand."""
+    """Return (HTTP status, body) of an error, readable by OpenAI's and Anthropic's clients."""
     message, status, code = str(error), 400, getattr(error, "code", None) if isinstance(error, ValueError) else None
     if isinstance(error, ValidationError):
         [first, *_] = error.errors(include_url=False)

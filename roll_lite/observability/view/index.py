@@ -1,4 +1,4 @@
-"""DuckDB index of a run's samples (view.duckdb in its folder), to filter, count and page through millions of samples."""
+"""DuckDB index of a run's samples (view.duckdb in its folder), to filter, count and page millions of samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import duckdb
 
 INDEX_FILE = "view.duckdb"
 OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-"""Settings that keep DuckDB from downloading extensions. The JSON extension is built in."""
+"""Settings that keep DuckDB from downloading extensions; JSON is built in."""
 BATCH_BYTES = 64 << 20
 """Bytes of sample files that are indexed in one transaction. Newest files are indexed first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
@@ -47,7 +47,7 @@ PAGE = """
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
     FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
-"""Query of one page of samples. It first finds the row ids of the page, so that only the texts of this page are read."""
+"""Query of one page of samples. It finds the page's row ids first, so that texts are read for this page only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""

@@ -1,4 +1,4 @@
-"""Write a run as a single HTML file: the viewer's page with its data embedded."""
+"""Write a run as one HTML file: the viewer's page with its data embedded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll_lite.observability.view.runs import PAGE, Run, find_runs
 
 REPORT_FILE = "report.html"
 STEPS, VALIDATIONS = 6, 2
-"""Number of training steps, and of validations, whose samples are shown. They are spread evenly over the run."""
+"""Number of training steps and validations whose samples are shown, evenly spread."""
 SAMPLES = 24
 """Number of samples of each domain that are shown for a step. If a group begins among them, all its samples are shown."""
 LONGEST_TEXT = 4000
@@ -44,7 +44,7 @@ def write_report(folder: Path) -> Path:
 
 
 def content(run: Run) -> dict[str, Any]:
-    """Return the data that the page requests from the server when it is not embedded."""
+    """Return the data that the page would otherwise request from the server."""
     status = run.status()
     steps = status["steps"]
     shown = [*_spread(run.folder, "step", STEPS), *_spread(run.folder, "validation", VALIDATIONS)]

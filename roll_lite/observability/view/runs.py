@@ -20,12 +20,12 @@ from roll_lite.observability.view.index import SampleIndex
 
 PAGE = Path(__file__).with_name("page")
 PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "advantages")
-"""Columns of batches and dumps that have a number for each token except the first."""
+"""Columns of batches and dumps with a number for each token but the first."""
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return {name: folder} of the runs at `places`. A place is the folder of a run, or a folder that has runs in it. Raise ValueError for
-    a place without runs."""
+    """Return {name: folder} of the runs at `places`, each a run's folder or a folder that holds runs. ValueError for a place without
+    runs."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
@@ -58,7 +58,7 @@ class Run:
         }
 
     def records(self) -> dict[int, dict[str, float]]:
-        """Return {step: metrics}. Only lines that were added since the last call are read."""
+        """Return metrics by step; reads new lines only."""
         with suppress(FileNotFoundError), (self.folder / METRICS_FILE).open("rb") as lines:
             if lines.seek(0, os.SEEK_END) < self._read:  # the run went back to a checkpoint
                 self._records, self._read = {}, 0
@@ -100,8 +100,8 @@ class Run:
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Return the tokens of a group's samples: {index of the sample: a dict for each training row}. The dicts have lists with an entry
-        per token: `texts`, `chosen` (whether the policy chose the token), and recorded columns of PER_TOKEN."""
+        """Return the tokens of a group's samples as {sample index: one dictionary per training row}. Each dictionary has lists with an
+        entry per token: `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
@@ -114,8 +114,7 @@ class Run:
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Return the text that each token adds when it is decoded after the token before it. Without a tokenizer, return the ids as
-        text."""
+        """Return the text that each token adds when it is decoded after the token before it. Without a tokenizer, return token ids."""
         if self._tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]

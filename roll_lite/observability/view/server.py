@@ -1,4 +1,4 @@
-"""Web server of `roll-lite view`: it serves the page, and the page's data as JSON."""
+"""Web server of `roll-lite view`: the page, and its data as JSON."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ class Viewer:
 
 
 def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application:
-    """Return the web application. If `host` is a local address, it answers only requests for local host names, so that no foreign web page
-    can query it."""
+    """Build the server. On a local address it answers only local host names, so that no foreign page can query it."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:

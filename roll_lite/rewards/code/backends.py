@@ -1,6 +1,6 @@
 """Backends that run programs: sandboxes on this machine, or a SandboxFusion server.
 
-The server is sent the package `sandbox` as a zip file, and runs its `guest.py`.
+The server gets `sandbox/guest.py` as a zip file and runs it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, s
 from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
 
 LATE_S = 15.0
-"""Seconds that are added to the wall-clock limit of a job, for the start of Python on the server."""
+"""Seconds added to a job's wall-clock limit, for starting Python on the server."""
 CODE = """
 import sys
 sys.path.insert(0, "harness.zip")
@@ -64,8 +64,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on the job twice but runs a harmless program in between, the job is blamed: it counts as having
-        ended its sandbox."""
+        """Run a job. If the service fails on the job twice but runs a harmless program in between, the job counts as the cause."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)

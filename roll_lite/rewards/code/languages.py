@@ -13,15 +13,15 @@ Extract = Literal["auto", "fenced", "whole"]
 
 
 class Language(Section):
-    """Commands of a language. The source is saved as `file`, and `run` runs it. If `compile` is given, it must write the compiled program
-    to file descriptor 3; this is saved as `artifact`, which `run` then runs."""
+    """Commands of a language. `run` runs the source, saved as `file`. `compile`, if given, must write the compiled program to file
+    descriptor 3; this is saved as `artifact`, and `run` runs it instead."""
 
     file: str
     run: Annotated[list[str], Field(min_length=1)]
     compile: Annotated[list[str], Field(min_length=1)] | None = None
     artifact: str = "main"
     address_space: bool = True
-    """Whether to limit the address space. False for interpreters that reserve much more memory than they use."""
+    """Limit the address space; false for interpreters that reserve much more memory than they use."""
 
 
 LANGUAGES: dict[str, Language] = {
@@ -40,8 +40,7 @@ BLOCK = re.compile(
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Return {name: language}; None for python. Raise ValueError for an unknown name or, if `local`, an interpreter that is missing
-    here."""
+    """Return name -> language; None for python. ValueError for an unknown name or, with `local`, a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
@@ -88,8 +87,8 @@ def defines(code: str, name: str) -> bool:
 
 
 def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
-    """Return (code, language tag) of each fenced block. A block that is not closed counts only if it is tagged (a fence without a tag may
-    close an earlier block) and not `ends_early`."""
+    """Return (code, language tag) of each fenced block. An unclosed block counts only if tagged (an untagged fence may close an earlier
+    block) and not `ends_early`."""
     found: list[tuple[str, str]] = []
     for block in BLOCK.finditer(text):
         code, indent, tag = block["code"], block["indent"], block["tag"].lower()

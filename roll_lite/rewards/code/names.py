@@ -1,5 +1,5 @@
-"""Find which names in the asserts of a test the program must define, and whether the test can run outside the program's process. Only the
-test is read: a program could redefine `abs`, or choose where it is tested."""
+"""Find which names in a test's asserts the tested program must define, and whether the test can run outside the program's process. Only the
+tests are read: a program could redefine `abs`, or choose where it is tested."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ NEED_INSIDE = frozenset(
     {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
     | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
 )
-"""Names because of which a test must run in the program's process: input and output, lazy values, identity of objects, end of the
-program."""
+"""Names for which a test must run in the program's process: input and output, lazy values, object identity, the program's exit."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Asserts:
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Return why a test must run in the program's process; "" if it need not. `program`: names that the program defines; capitalized names
-    count as classes, except Solution. `foreign`: imported names and modules."""
+    """Say why a test must run in the program's process, or "". `program`: names that the program defines; capitalized ones count as
+    classes, except Solution. `foreign`: imported names and modules."""
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in nodes:
@@ -168,8 +167,7 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Return calls to append to tests that wait for a test runner, such as `test_sum()`. Raise ValueError if a test is async or has
-    arguments."""
+    """Return calls to append, such as `test_sum()`, for tests left to a test runner. ValueError if one is async or has arguments."""
     tree = ast.parse(source)
     called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     functions, classes = list[str](), False

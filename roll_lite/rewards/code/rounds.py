@@ -16,7 +16,7 @@ from roll_lite.sandbox.values import decode, encode
 
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 WALL_PER_CPU = 3.0
-"""Ratio of wall-clock to CPU time limits. It is above 1 because other processes use the CPUs too."""
+"""Ratio of wall-clock to CPU limits: other processes use the CPUs too."""
 MOST_CALLS = 20
 SHOWN = 160
 LONGEST_CODE = 4000
@@ -33,7 +33,7 @@ class Attempt:
     done: int = 0
     inside: int = 0
     spent_s: float = 0.0
-    """CPU seconds charged to the program. For each process, this is at least a third of its wall-clock time."""
+    """CPU seconds charged. Each process is charged at least a third of its wall-clock time."""
     verdict: str = ""
     failure: RewardFailed | None = None
     artifact: bytes = b""
@@ -79,8 +79,7 @@ class Rounds:
                 self._note(attempt, group, ended)
 
     def _group(self, attempt: Attempt) -> list[Test]:
-        """Choose the tests that the next process runs. With `fail_fast`, the first processes run few calls, because most wrong programs
-        fail at once."""
+        """Choose the tests of the next process. With `fail_fast`, begin with few calls: most wrong programs fail at once."""
         rest = attempt.tests[attempt.done :]
         kind = [(test.function, test.asserts is None) for test in rest]
         alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
@@ -188,8 +187,8 @@ class Rounds:
 
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
-    """Return True if the tests fit a function that changes its first argument in place, as in LeetCode: all first arguments and expected
-    values are lists, and some of them differ."""
+    """True if the tests fit a function that changes its first argument in place, as in LeetCode: first arguments and expected values are
+    lists, and some differ."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

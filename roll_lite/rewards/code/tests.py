@@ -13,7 +13,7 @@ from roll_lite.rewards.code.names import Asserts, asserts_of, uncalled_tests
 
 @dataclass(frozen=True)
 class Test:
-    """Test of a program: a function call, asserts, or a run with input `stdin`. `also`: further results that are accepted."""
+    """Test of a program: a function call, asserts, or a run with `stdin`. `also`: further accepted results."""
 
     stdin: str = ""
     expected: Any = None
@@ -28,7 +28,7 @@ class Test:
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
-    """Read the tests from a column; None: from the reference answer. Raise RewardFailed if there are none."""
+    """Read tests from `column`; None: from the answer. RewardFailed if there are none."""
     if column is not None and column not in sample.columns:
         raise RewardFailed(f"reward code: there is no column {column!r} with tests")
     given = sample.answer if column is None else sample.columns[column]
@@ -90,8 +90,8 @@ def _needed(function: str | None) -> str:
 
 
 def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
-    """Return tests from lists of inputs and of outputs (APPS, TACO). If a function is tested and every output is a list of one item, the
-    item without the list is accepted too."""
+    """Read parallel lists of inputs and outputs (APPS, TACO). If a function is tested and every output is a list of one item, accept the
+    bare item too."""
     if len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
     tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
@@ -101,8 +101,8 @@ def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function:
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """Return the test for an input and an output. Without `function`, they are stdin and stdout: texts or lists of lines. With `function`,
-    `given` is a list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
+    """Read an input and an output. Without `function`, they are stdin and stdout: texts or lists of lines. With `function`, `given` is a
+    list of arguments, or a text with one JSON value per line (LiveCodeBench)."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):

@@ -23,12 +23,11 @@ BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
 PASSING = (408, 429, *range(500, 600))
 ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
-"""Status codes that the content of the request may have caused, for example because it is too long, malformed or moderated."""
+"""Status codes that the request's content may cause (too long, malformed, moderated)."""
 
 
 def _is_set(variable: str) -> str:
-    """Return the name of an environment variable. Raise ValueError if it is not set; the message does not show the name, because the user
-    may have entered the key itself."""
+    """Return the name of a variable that is set, else ValueError. Messages omit the name: a user may have entered the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -80,9 +79,9 @@ class ServiceRefused(ResponseSuspected):
 
 
 class _Failed(Exception):
-    """Error of one attempt.
+    """Failed request.
 
-    `is_refusal`: the response may have caused it. `is_slow`: retry only at other URLs. `wait_s`: seconds that the service asks to wait.
+    `is_refusal`: the response may be to blame. `is_slow`: retry only at other URLs. `wait_s`: pause that the service asks for.
     """
 
     def __init__(self, cause: str, is_refusal: bool = False, is_slow: bool = False, wait_s: float | None = None) -> None:
@@ -95,16 +94,16 @@ class _Url:
     url: str
     requests: int = 0
     failures: int = 0
-    """Consecutive failures. After a failure, the URL gets no request until `rests_until`, and then one at a time."""
+    """Consecutive failures. A failed URL gets no request until `rests_until`, then one at a time."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Return the sort key: available URLs come first, then those with the fewest requests.
+        """Sort key: available URLs first, then those with the fewest requests.
 
-        Ties are broken at random, so that not all workers begin with the same URL.
+        Ties are random, so that workers do not all begin with the same URL.
         """
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
@@ -121,8 +120,8 @@ class HttpClient:
         self._client = httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=settings.trust_env)
 
     async def post(self, payload: Any, retries: int | None = None) -> tuple[Any, str]:
-        """Send a request. Return (JSON of the answer, URL), without secrets. Raise ServiceRefused if the service rejects `payload`,
-        RewardFailed if all attempts fail."""
+        """Return the answer's JSON and the URL, without secrets. ServiceRefused if the service rejects `payload`; RewardFailed if all
+        attempts fail."""
         try:
             body = json.dumps(payload)
         except (TypeError, ValueError) as error:
@@ -191,7 +190,7 @@ def _backoff(failures: int) -> float:
 
 
 def _without(key: str | None, text: str) -> str:
-    """Hide the key in a text, because services may repeat it in their answers."""
+    """Hide the key in a text: services may echo it."""
     if key is None:
         return text
     with suppress(ValueError, RecursionError):
@@ -211,7 +210,7 @@ def shown(url: str) -> str:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return the message of the innermost exception, because messages of outer exceptions may contain the URL."""
+    """Return the innermost exception's message, because outer messages may contain the URL."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}".rstrip(": ")

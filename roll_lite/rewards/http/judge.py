@@ -41,7 +41,7 @@ End your reply with a line of its own, either "Verdict: yes" or "Verdict: no".""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
-"""Minimum temperature when the judge is asked again: with greedy sampling it would repeat its answer."""
+"""Minimum temperature when asking again: greedy sampling would repeat the answer."""
 SHOWN_CHARACTERS, KEPT_CHARACTERS = 200, 1000
 
 
@@ -185,7 +185,7 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
 # ---------------------------------------------------------------- verdicts
 
 KEYS = ("verdict", "score", "rating", "grade", "judgment", "judgement", "answer")
-"""Keys of a verdict in a JSON object, preferred keys first. `answer` is last, because it may repeat the answer of the response."""
+"""Keys of a verdict, preferred first. `answer` is last, because it may repeat the response's answer."""
 NAMES = rf"(?:(?:the|my|final|overall)[*_ ]+)*(?:{'|'.join(KEYS)})"
 LINE = (
     rf"(?i)(?:\A|\n)[ \t*_`#(\[]*(?:{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
@@ -199,8 +199,8 @@ BREAKS_OFF = re.compile(
     rf"(?i)(?!\W*(?:here(?:['’]s| is) )?{NAMES}\W*\Z)"
     r"(?:.*[:：]|(?!\s*(?:#|[-+*•]\s|(?:\d+|\w)[.)]\s|\*\*(?!.*\*\*))).*(?:[^\W\d_\u0e00-\u0eff]|[,;、，；—–(\[{]))\Z"
 )
-"""Line that may introduce a quotation: it ends with a colon or in the middle of a sentence. Excluded are headings, list items without a
-colon, and lines in Thai and Lao, which have no full stop."""
+"""Pattern of a line that may introduce a quotation: it ends with a colon or in mid-sentence. Excluded: headings, list items without a
+colon, and Thai and Lao, which have no full stop."""
 
 
 def read_verdict(

@@ -69,8 +69,8 @@ def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
 
 
 def _in_text(text: str, runs: list[tuple[int, int]]) -> str:
-    """Return the formula after "the answer is" or, without such words, the last one, together with formulas that "or" joins to it. `runs`:
-    (start, end) of each formula."""
+    """Return the formula after "the answer is", else the last one, with formulas that "or" joins to it. `runs`: (start, end) of each
+    formula."""
     stated = [
         run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])
     ]
@@ -114,9 +114,9 @@ def _is_balanced(text: str) -> bool:
 
 
 def words(text: str, shortest: int = 3) -> list[str]:
-    """Return the words with at least `shortest` letters, and the Chinese characters, except names of functions and LaTeX commands.
+    """Return the words of at least `shortest` letters and the Chinese characters, except function names and LaTeX commands.
 
-    Unless `shortest` is 2, also leave out "and", "for" and runs of the alphabet such as xyz, which may be a product.
+    Unless `shortest` is 2, "and", "for" and alphabet runs are excluded too: xyz may be a product.
     """
     found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
     return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
@@ -131,7 +131,7 @@ def is_formula(text: str) -> bool:
 
 
 def without_form(text: str) -> str:
-    """Return a normal form of an answer, by which 1/2 equals 0.5, and 12 cm equals 120 mm."""
+    """Normalize an answer, so that 1/2 equals 0.5, and 12 cm equals 120 mm."""
     found = quantity(sides(text)[-1])
     if found is None:
         return "".join(text.split())

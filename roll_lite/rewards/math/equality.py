@@ -1,4 +1,4 @@
-"""Compare answers: numbers by exact arithmetic, constants at high precision, other formulas by math-verify."""
+"""Compare answers: numbers by exact arithmetic, constants at high precision, others by math-verify."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.rewards.math.quantities import DELIMITED, Quantity, plain_number,
 Parsed = list[Any]
 
 CLOSE, PLACES = Fraction(1, 10_000), 6
-"""Tolerances if one of the numbers is a decimal: relative difference of at most CLOSE, and equal after rounding to PLACES decimals."""
+"""Tolerances if a number is a decimal: relative difference at most CLOSE, and equal when rounded to PLACES decimals."""
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
@@ -27,7 +27,7 @@ SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?)?")
 NUMERAL = re.compile(r"[+-]?0[xob][\da-f]+|\(?[\da-z]*\d[\da-z]*\)?_\{?\d{1,2}\}?")
 AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
-"""Text that math-verify would misread: 1 2 as a product, 2^3^2 as (2^3)^2."""
+"""Text that math-verify misreads: 1 2 as a product, 2^3^2 as (2^3)^2."""
 SET = re.compile(r"(?:\\left)?\\\{((?:(?!\\\}).)*?)(?:\\right)?\\\}|\{([^{}]*)\}", re.DOTALL)
 SEPARATOR = re.compile(
     r"(\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*(?:and\b|or\b)?)|([(\[{])|[)\]}]"
@@ -40,7 +40,7 @@ OPERATIONS = (
     r"\\(?:gcd|lcm|max|min|sup|inf|det|arg|Re|Im|dim|operatorname|[pb]?mod|deg|cap|bigcap|bigcup)(?![A-Za-z])|\\l?(?:floor|ceil)",
     r"\\end\s*\{\w*(?:matrix|array)\}(?:\s*\\right\s*\W)?\s*[\^']|\\begin\s*\{[vV]matrix|(?:\||\\[lr]?[vV]ert)\s*\\begin\s*\{\w*(?:matrix|array)",
 )
-"""Operations that an answer may contain only if the reference answer does."""
+"""Operations that an answer may contain only if the reference does."""
 LATEX = (
     (r"(\\frac\s*\{[^{}]*\})\s*([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
     (r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)|√\s*\(?(\w+|(?<=\()[^()]*)\)?", r"\\sqrt{\1\2}"),
@@ -63,7 +63,7 @@ def as_latex(text: str) -> str:
 
 
 def parse(text: str) -> Parsed:
-    r"""Parse a text as one formula; empty if the whole text is not a formula. math-verify by itself reads a bare `2\sqrt{3}` as 2."""
+    r"""Parse the whole text as one formula; empty if it is not. math-verify alone reads a bare `2\sqrt{3}` as 2."""
     import sympy  # type: ignore[import-untyped]
 
     number = plain_number(text)
@@ -79,8 +79,7 @@ def parse(text: str) -> Parsed:
 
 
 def _computes_infinity(expression: Any) -> bool:
-    """Return True if the expression computes with infinity, as in |oo - 4|. math-verify would find such an expression close to every
-    number."""
+    """True if the expression computes with infinity, as |oo - 4|: math-verify would find it close to every number."""
     import sympy
 
     computed = expression.atoms(sympy.Add, sympy.Mul, sympy.Pow, sympy.Function)
@@ -117,8 +116,7 @@ def same_number(gold: Quantity, found: Quantity) -> bool | None:
 
 
 def written_form(text: str) -> str | tuple[Fraction, ...]:
-    """Return a normal form: of a numeral with a base (1001_2, 0x2A) a text, of a ratio (2:3) the shares of its parts (2/5, 3/5), of other
-    text ""."""
+    """Normalize a numeral with a base (1001_2, 0x2A) to a text, a ratio (2:3) to the shares of its parts (2/5, 3/5), other text to ""."""
     text = re.sub(r"[ {}]", "", unwrapped(text)).lower().replace("\\colon", ":")
     if NUMERAL.fullmatch(text):
         return re.sub(r"\A([+-]?0[xob]|)0*(?=.)", r"\1", text)
@@ -158,8 +156,7 @@ def list_of(text: str) -> list[str]:
 
 
 def same_expression(gold: Parsed, found: Parsed) -> bool:
-    """Return True if two parsed formulas are equal by math-verify. Rational constants are compared exactly, because math-verify takes tiny
-    numbers for 0."""
+    """Compare two parsed formulas with math-verify; rational constants exactly, since math-verify takes tiny numbers for 0."""
     import sympy
 
     if all(isinstance(one, sympy.Expr) and one.is_number for one in (*gold, *found)):
@@ -177,7 +174,7 @@ def is_irrational(parsed: Parsed) -> bool:
 
 
 def is_unfinished(gold: str, answer: str, golds: Parsed, found: Parsed) -> bool:
-    """Return True if the answer leaves more to compute than the reference answer."""
+    """True if the answer leaves more to compute than the reference."""
     gold, answer = as_latex(gold), as_latex(answer)
     if any(re.search(operation, answer) and not re.search(operation, gold) for operation in OPERATIONS):
         return True

@@ -73,8 +73,8 @@ NO_UNIT_WORD = re.compile(
 LETTERS = "[A-Za-zµ°$€£¥₹¢]"
 UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
 Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
-"""Unit: (kinds, size). `kinds`: set of (kind, exponent), such as ("length", 2) for an area; None if there is no unit or it is unknown
-(apples). `size`: in base units."""
+"""(kinds, size). `kinds`: set of (kind, exponent), such as ("length", 2) for an area; None without a unit or if unknown (apples). `size`:
+in base units."""
 NO_UNIT: Unit = (None, Fraction(1))
 
 
@@ -82,7 +82,7 @@ NO_UNIT: Unit = (None, Fraction(1))
 class Quantity:
     value: Fraction
     exact: bool = True
-    """False for decimals, because they may be rounded."""
+    """False for decimals, which may be rounded."""
     percent: bool = False
     unit: Unit = NO_UNIT
 
@@ -97,7 +97,7 @@ def tidy(text: str) -> str:
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
-    """Strip enclosing delimiters and final punctuation, and write thousands separators as commas."""
+    """Strip enclosing delimiters and final punctuation; write thousands separators as commas."""
     text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:
@@ -152,7 +152,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def split_unit(text: str) -> tuple[str, Unit, Fraction]:
-    r"""Split a text into (number, unit, scale), where the scale is a factor such as 10^6 for "million".
+    r"""Split a text into number, unit and scale factor (10^6 for "million").
 
     Known units (5cm) and words in \text (3\text{ t}) are units. Letters that may be variables are not: 2t and 3 pi have no unit.
     """
@@ -191,7 +191,7 @@ def _unit_of(text: str) -> tuple[Unit, Fraction]:
 
 
 def ratio(one: Unit, other: Unit) -> Fraction | None:
-    """Return the factor that converts unit `one` to `other`; 1 if either is unknown, None if they are incompatible."""
+    """Factor that converts unit `one` to `other`: 1 if either is unknown, None if incompatible."""
     if one[0] is None or other[0] is None:
         return Fraction(1)
     return one[1] / other[1] if one[0] == other[0] else None

@@ -30,8 +30,7 @@ PARTS = re.compile(
     r"(?:\A|\s)\(?[a1i]\)\s*\S.*[\s,;]\(?(?:b|2|ii)\)\s*\S|\A\s*\(?[a-z]\)[\s\\]+\$?\d|(?:\A|[,;])\s*[a-z]:\s+[$\\-]*\d[^<>=:,;]*(?:\Z|[,;])",
     re.DOTALL | re.IGNORECASE,
 )
-"""Reference answers that are refused: those with several parts, (a) ... (b) ..., or with a label, because (B) 12 would be read as a
-product."""
+"""Pattern of refused reference answers: several parts, (a) ... (b) ..., or a label, since (B) 12 would be read as a product."""
 SHORT_WORDS = re.compile(r"(?:\A|\s)(?:it|is|to|of|at|by|we|[ap]m|ft)(?=\s|\Z)", re.IGNORECASE)
 AROUND, PROSE, MOST_WORDS = re.compile(r"\\[,;:!()\[\] ]|[$*`\"“”~]"), re.compile(r"[A-Za-z][A-Za-z'’.,\s-]*"), 8
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -49,7 +48,7 @@ class Reference:
     unit: Unit = NO_UNIT
     number: Quantity | None = None
     name: str = ""
-    """Variable that is solved for, such as x in x = 5; "" without one."""
+    """Variable to solve for, such as x in x = 5."""
     items: tuple[Reference, ...] = ()
     words: str = ""
 

@@ -15,12 +15,12 @@ from roll_lite.rewards.terms import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""Maximum seconds to wait for async functions before the scorer returns, so that the next call can add samples."""
+"""Maximum wait for async functions before the scorer returns and the next call can add samples."""
 LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
-"""Minimum seconds that a function has, even if the time limit of its sample is used up."""
+"""Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Multiple of the time limit after which a reward process is killed. CPU time limits within the process take longer on a busy machine."""
+"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on a busy machine."""
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Scored:
     """{item number: score, or cause of failure as text, or None if it was not scored yet}. An item with None must be passed in again."""
     seconds: float = 0.0
     interrupted: bool = False
-    """True if a time limit interrupted a function, so that the process must be replaced."""
+    """True if the process must be replaced, because a time limit interrupted a function."""
     suspects: set[int] = field(default_factory=set)
-    """Items of a call that timed out as a whole: any of them may be the cause."""
+    """Samples whose shared call timed out; any of them may be the cause."""
 
 
 def time_out(name: str, seconds: float) -> str:
@@ -78,9 +78,9 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """Score items, {item number: item}.
+        """Score items.
 
-        Items that are not begun within `slice_s` seconds get None. Async items may stay in flight; a later call returns their results.
+        Items that are not begun within `slice_s` get None. Async items may stay in flight; a later call returns their results.
         """
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]

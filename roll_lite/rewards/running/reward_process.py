@@ -14,13 +14,13 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
-"""Seconds that are added to time limits, so that the reward's own message about its timeout arrives first."""
+"""Extra time, so that the reward's own timeout message arrives first."""
 
 Answer = tuple[Score | str, float]
 
 
 class RewardProcess:
-    """Subprocess that scores one sample at a time. If a sample hangs or kills it, the sample fails and a new process starts."""
+    """Subprocess that scores one sample at a time. A sample that hangs or kills it fails, and a new process starts."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
         self._config = config
@@ -103,7 +103,7 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent process ends, then kill this process and its children, even if a reward hangs."""
+    """Kill this process and its children when the parent ends, even if a reward hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -13,7 +13,7 @@ REPEAT_S = 0.2
 
 
 class TimeLimitExceeded(Exception):
-    """Error: a computation was stopped because it exceeded its time limit."""
+    """A computation was stopped at its time limit."""
 
 
 class _Interruption(BaseException):

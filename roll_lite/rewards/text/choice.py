@@ -117,7 +117,7 @@ X = "⟦[A-Z][bmt]⟧"
 ENDED = r"\s*(?:[.,;:!?)\]/]|\Z|\n)"
 RIGHT = r"\s*(?:is|(?:must|would)\s+be|(?:fits|seems)(?:\s+to\s+be)?)\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
 CONTINUED = r"\s+(?:[^a-z\s]|(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|not|rather|instead|if|then)\b)"
-"""Text after A or I which shows that it is an option, not a word."""
+"""Text after A or I that shows it is an option, not a word."""
 DENIAL = r"(?:\b(?:not|never|cannot|neither|nor|wrong|incorrect)\b|n['’]t\b)"
 DENIED = re.compile(
     rf"(?i)(?:{DENIAL}|\b(?:if|whether|unless|than|instead\s+of)\b"

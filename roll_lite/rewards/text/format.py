@@ -1,4 +1,4 @@
-"""Check the format of a response by a regular expression: reward `format`, and the section `format` of a domain's reward."""
+"""Check a response's format by a pattern: reward `format` and a domain's section `format`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.rewards.base import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
-"""CPU time limit of one search in seconds. A pattern that backtracks for longer does not match."""
+"""CPU time limit of one search; a pattern that backtracks for longer does not match."""
 TOO_LONG = "the pattern ran out of time"
 
 INSIDE = "(?:(?!</?{tag}>).)*"

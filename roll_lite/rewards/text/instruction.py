@@ -161,8 +161,8 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 
 
 def _asked(name: Any, given: Any) -> Asked:
-    """Return (id, arguments) of an instruction. In tabular data sets, unused arguments are null and integers are floats: the former are
-    dropped, the latter converted."""
+    """Return an instruction's id and arguments. Tabular data sets store unused arguments as null (dropped) and integers as floats
+    (converted)."""
     given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")

@@ -1,4 +1,4 @@
-"""Checks of instructions. Ids and arguments have the names that they have in the data sets."""
+"""Checks of instructions; ids and arguments are named as in the data sets."""
 
 from __future__ import annotations
 

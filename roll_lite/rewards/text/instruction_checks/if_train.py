@@ -1,5 +1,4 @@
-"""Checks of the instructions of IF-RLVR (IFTrain) that IFEval does not have. Words (`parts.words`) are in lower case, without
-punctuation."""
+"""Checks of IF-RLVR (IFTrain) instructions that IFEval lacks. Words (`parts.words`) are lower case, without punctuation."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ FEWEST_LETTERS = 3
 
 
 def repeat_phrase(response: str, phrase: str, small_n: int) -> bool:
-    """Check that there are exactly `small_n` copies of the phrase, each within one line and with exactly one inner word replaced."""
+    """Check for exactly `small_n` copies of the phrase, each within one line and with exactly one inner word replaced."""
     wanted = phrase.split()
     if len(wanted) < 3:
         raise ValueError(f"phrase must have at least three words, got {phrase!r}")
@@ -39,8 +38,8 @@ def copies(response: str, prompt_to_repeat: str, N: int) -> bool:
 
 
 def copy_span_idx(response: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """Check that the response is the characters n_start to n_end of the prompt, ignoring case. The last character may be missing, as in the
-    data set's own check."""
+    """Check that the response is the prompt's characters n_start to n_end, ignoring case. The last one may be missing, as in the data set's
+    own check."""
     return response.strip().lower() in [prompt_to_repeat[n_start:end].strip().lower() for end in (n_end, n_end + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Checks of the 58 instructions of IFBench. Words (`parts.words`) are in lower case, without punctuation."""
+"""Checks of IFBench's 58 instructions. Words (`parts.words`) are lower case, without punctuation."""
 
 from __future__ import annotations
 

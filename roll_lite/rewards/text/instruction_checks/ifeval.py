@@ -29,7 +29,7 @@ def existence(response: str, keywords: list[str]) -> bool:
 
 
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
-    """Return True if the response is in `language`. `without_letters`: what to return for a text without letters."""
+    """True if the response is in `language`. `without_letters`: result for text without letters."""
     detector = _detector()
     try:
         return str(detector.detect(response)) == language

@@ -18,7 +18,7 @@ LONGEST_ABBREVIATION = 40
 
 LATIN = "\\u0000-\\u024f"
 UNSEEN = re.compile(f"[\u00ad\u180e\u200b\u2060-\u2064\ufeff]|(?<=[{LATIN}])[\u200c\u200d]|[\u200c\u200d](?=[{LATIN}])")
-"""Invisible characters. Zero-width joiners are matched only next to Latin letters, because they have a meaning in other scripts."""
+"""Invisible characters; zero-width joiners only next to Latin letters, as they have a meaning elsewhere."""
 BLANKS = str.maketrans(dict.fromkeys("\u115f\u1160\u2800\u3164\uffa0", " "))
 
 MARKS = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] == "P"]
@@ -73,7 +73,7 @@ def plain(text: str) -> str:
 
 
 def syllables(word: str) -> int:
-    """Count the groups of vowels, minus a silent e. This is a rough rule for English."""
+    """Count vowel groups, minus a silent e: a rough rule for English."""
     letters = "".join(character for character in plain(word.lower()) if character.isalpha())
     count = sum(is_vowel for is_vowel, _ in groupby(letters, lambda letter: letter in VOWELS))
     if letters.endswith("e") and not (letters.endswith("le") and letters[-3:-2] not in VOWELS) and letters[-2:-1] not in VOWELS:
