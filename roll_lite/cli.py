@@ -61,8 +61,8 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. Other commands make no environments and start no servers while checking: the workers of a run do so before
-it trains."""
+"""Checks of `roll-lite check`. Other commands check without making environments or starting servers: a run's workers do so before it
+trains."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
@@ -235,7 +235,7 @@ def _alternatives(name: str, override: str) -> list[str]:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest` by its target: once a run has started, the link leads to that run."""
+    """Replace a path through the link `latest` by its target, because a started run changes the link."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it

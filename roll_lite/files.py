@@ -1,7 +1,5 @@
-"""Read and write files, use folders in object stores, and change environment variables for the duration of a block.
-
-Reading raises ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
-"""
+"""Read and write files, use folders in object stores, and change environment variables for a block. Reading raises ValueErrors that name
+the file. Only plain files are opened: reading a pipe or device might never end."""
 
 from __future__ import annotations
 
@@ -168,8 +166,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for messages about a missing path: relative paths count from the current folder. If the path exists below a parent of
-    the current folder, the hint names that parent."""
+    """Return a hint for messages about a missing path: relative paths count from the current folder. If a parent of the current folder has
+    the path, the hint names this parent."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -1,7 +1,8 @@
 """Hugging Face hub names in place of model folders and data files.
 
-While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
-a path in this node's cache. Other nodes use their own caches (`HubPath`)."""
+While the driver loads a configuration (inside `online`), names are resolved to commits, missing files are downloaded, and each name becomes
+a path in this node's cache. Other nodes use their own caches (`HubPath`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SCHEME = "hf:/"
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files. If a data set has files with several of them, only those with the first in this order are read."""
+"""Suffixes of data files. If a data set has files with several of them, only those with the first one are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -72,8 +73,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the path in the cache for a name on the hub; None if `path` is a local path. A model may be named `owner/name` without hf://,
-    unless this machine has that path or a folder `owner`."""
+    """Return the path in the cache for a hub name; None for a local path. A model may be named `owner/name` without hf://, unless this
+    machine has that path or a folder `owner`."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)

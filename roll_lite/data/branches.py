@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has one row, or several if the conversation of its agent branched. A batch has the column `branch`
-only if one of its samples has several rows."""
+"""Map samples to training rows. A sample has several rows if its agent's conversation branched, otherwise one. A batch has the column
+`branch` only if one of its samples has several rows."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return a batch with one row for each sample: its first row, in which response_length is the sum over its rows, min_version their
-    minimum, and max_version and policy_tokens are their maximum (max_tokens limits each row)."""
+    """Return a batch with each sample's first row, in which response_length is the sum over the sample's rows, min_version their minimum,
+    and max_version and policy_tokens are their maximum (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

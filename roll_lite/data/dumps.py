@@ -27,8 +27,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for a list of references; None for a block that is
-lost."""
+"""Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for references; None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -99,12 +98,9 @@ def write_dump(
     clock_offset: float = 0.0,
     rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
-    """Write a dump atomically.
-
-    `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the
-    token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns the reward
-    of each turn of a sample, for the column turn_rewards; None: no such column.
-    """
+    """Write a dump atomically. `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields.
+    `kept_ids`: also store the token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds.
+    `rewards_of`: returns a sample's rewards by turn, for the column turn_rewards; None: no such column."""
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
@@ -284,7 +280,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield the batch of `load_dump` in parts, one for each row group of the file: joining them takes twice the memory."""
+    """Yield the batch of `load_dump` in parts, one per row group of the file: joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -42,16 +42,15 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """The tokens of a micro-batch are padded to a multiple of this number, which sequence and context parallelism need."""
+    """Tokens of a micro-batch are padded to a multiple of this number, for sequence and context parallelism."""
     count: int = 1
-    """The number of micro-batches is a multiple of this number, because interleaved pipeline stages process this many at a time per model
-    chunk."""
+    """The number of micro-batches is a multiple of this number, which interleaved pipeline stages process at a time per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank
-        will run in any case, to match other ranks or `Multiples.count`; fewer are filled up with empty ones."""
+        """Return each micro-batch's row numbers. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank runs
+        in any case, to match other ranks or `Multiples.count`; fewer are filled up with empty ones."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plan few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
-    gets its own."""
+    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
+    is one by itself."""
 
     tokens: int
     rows: int | None = None
@@ -95,7 +94,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Group rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row gets its own."""
+    """Groups rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row is one by itself."""
 
     tokens: int
     rows: int | None = None
@@ -124,8 +123,8 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Return the plan for rows with these lengths. `agree`: returns the maximum of a number over the ranks that must run the same
-        number of micro-batches; None: there are no other ranks."""
+        """Return the plan for rows with these lengths. `agree`: returns a number's maximum over the ranks that must run equally many
+        micro-batches; None: no other ranks."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -190,7 +189,7 @@ class MicroBatchPlan:
 
 def padded(rows: DataProto) -> MicroBatch:
     """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
-    tokens count in the loss. An empty batch is padded to T = 2, so that losses work on it."""
+    tokens count in the loss. An empty batch is padded to T = 2, for the losses."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -40,12 +40,9 @@ def cut_mini_batches(
     rows_are_sequences: bool = False,
 ) -> list[MiniBatch]:
     """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
-    and empty mini-batches are dropped.
-
-    `samples`: row numbers by which mini-batches name their rows. `owners`: number of the sample that each row belongs to; None if every row
-    is a sample of its own. Rows of a sample share a mini-batch; the loss aggregation counts them as one sequence unless
-    `rows_are_sequences`.
-    """
+    and empty mini-batches are dropped. `samples`: row numbers by which mini-batches name their rows. `owners`: number of each row's sample;
+    None if every row is a sample of its own. A sample's rows share a mini-batch, and the loss aggregation counts them as one sequence
+    unless `rows_are_sequences`."""
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
     sequences = np.arange(len(samples)) if rows_are_sequences else owners
@@ -80,7 +77,7 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
     """Split rows into parts of about equal cost and at most `most_rows` rows. Rows, costliest first, go to the cheapest part so far; ties
-    go to the part with fewer rows, so that no part is empty if there are enough rows."""
+    go to the part with fewer rows, so that no part stays empty needlessly."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

@@ -266,7 +266,7 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. Raise ValueError if its number of prompts, seed or domain differs, or if the domain mixed several
-        files by shares then. The prompts themselves are not compared."""
+        files by shares then. Prompts are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

@@ -90,8 +90,8 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return the column's files: name -> text. Names with null are dropped: formats such as Parquet give every row the file names of all
-    rows, with null for files that the row lacks."""
+    """Return the column's files, {name: text}. Names with null are dropped: formats such as Parquet give every row the file names of all
+    rows, with null where the row lacks the file."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")

@@ -97,8 +97,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of tokens at the end of the context that belong to this response: they were generated before it was interrupted. The text of
-    the completion includes them, and stop strings may begin in them; the completion's other fields are about new tokens only."""
+    """Number of tokens at the end of the context that belong to this response: they were generated before an interruption. The completion's
+    text includes them, and stop strings may begin in them; its other fields are about new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
     """Exclude the context from the loss: another row of the sample trains on it."""
@@ -152,8 +152,8 @@ class Completion:
     accepted: int = 0
     """Number of drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """int16 [tokens, expert layers * experts per token]: experts to which prompt and response tokens were routed. The last token was not
-    processed and is missing."""
+    """int16 [tokens, expert layers * experts per token]: experts of prompt and response tokens, without the last token, which was not
+    processed."""
 
 
 class Turn(NamedTuple):
@@ -170,7 +170,7 @@ class Turn(NamedTuple):
     cached_tokens: int = 0
     tokens: TokenRow | None = None
     engines: tuple[int, ...] = ()
-    """Numbers of the engines that sampled the response, in order. There are several if it was interrupted and continued elsewhere."""
+    """Numbers of the engines that sampled the response, in order; several if it was interrupted and continued elsewhere."""
     ids: bytes = b""
     """int32 token ids of the response, if requested."""
     drafted: int = 0
@@ -318,7 +318,7 @@ class Score(Packed):
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
     answer: str | None = None
-    """Answer found in the response, for majority votes. Empty: none was found. None: the reward does not look for an answer."""
+    """Answer found in the response, for majority votes. Empty: none was found. None: the reward looks for none."""
     terms: dict[str, float] = field(default_factory=dict)
     """{term: its weighted contribution}; the sum is the value."""
 
@@ -353,6 +353,6 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """True if a sample timed out while it was generated. Such samples are probably long: without them, the group is biased towards
-        short responses."""
+        """True if a sample timed out during generation. Such samples are probably long: without them, the group is biased towards short
+        responses."""
         return any(sample.timed_out for sample in self.samples)

@@ -56,8 +56,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Return the data files of a path. Raise ValueError for a folder that was not saved by Hugging Face `datasets`, unless its data files
-    are all of the same format and split."""
+    """Return a path's data files. Raise ValueError for a folder that Hugging Face `datasets` did not save, unless its data files have the
+    same format and split."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -93,8 +93,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if a folder has files of several splits, because held-out rows would be trained on. If no file name tells a split,
-    the names may differ only in digits and punctuation."""
+    """Raise ValueError if a folder has files of several splits: held-out rows would be trained on. If no file name tells a split, names may
+    differ only in digits and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

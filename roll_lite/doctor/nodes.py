@@ -41,8 +41,8 @@ class NodeWorker(Worker):
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure the bandwidth of an all-reduce among `ranks`. Return the bytes per second that each of them sends; 0 on other ranks.
-        Every rank of the cluster must make this call."""
+        """Measure the bandwidth of an all-reduce among `ranks`. Return the bytes per second that each of them sends; 0 on other ranks. All
+        ranks of the cluster must call this."""
         import torch
         import torch.distributed as dist
 

@@ -58,7 +58,7 @@ def opening(task: Task, text: str) -> list[Message]:
 
 
 def seed_of(task: Task) -> int:
-    """Seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
+    """Return the seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
     return int(task.columns.get("seed", task.seed))
 
 

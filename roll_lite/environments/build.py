@@ -40,8 +40,8 @@ METHODS = {"reset": ("a task",), "step": ("a message",), "close": ()}
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:
-    """Load the environment of a domain, whose YAML path is `path`. Raise ValueError if its settings are wrong. `host`: address on which an
-    endpoint for agents listens."""
+    """Load the environment of the domain at YAML path `path`. Raise ValueError if its settings are wrong. `host`: address for the endpoint
+    of agents."""
     settings = domain.environment
     assert settings is not None
     limits = Limits(
@@ -193,7 +193,7 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
     """Return a note if, with tools, the chat template cannot render an agent's conversations, or renders them differently message by
-    message and as a whole; otherwise None."""
+    message than as a whole."""
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:

@@ -80,8 +80,8 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
 
 
 def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (YAML path, message) of chat templates with which agents of endpoints cannot use tools, or with which conversations with tools
-    are rendered differently message by message and as a whole."""
+    """Yield (YAML path, message) for chat templates with which agents cannot use tools, or which render conversations with tools
+    differently message by message than as a whole."""
     for name, domain in config.domains.items():
         if isinstance(domain.environment, EndpointEnvironmentConfig) and _has_chat_template(config, domain):
             from roll_lite.data.templates import load_tokenizer
@@ -103,7 +103,7 @@ def _mistake(load: Callable[[], Any], use: Callable[[Any], object] = lambda _: N
 
 
 def _in_time(load: Callable[[], Any], path: str, seconds: float) -> Callable[[], Any]:
-    """Return a function that calls `load` in a thread, as workers do, and raises ValueError if this takes more than `seconds`."""
+    """Return a function that calls `load` in a thread, as workers do, and raises ValueError after `seconds`."""
     from roll_lite.environments.episode import Calls
 
     def loaded() -> Any:

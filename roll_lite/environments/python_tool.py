@@ -23,8 +23,8 @@ from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 GRACE_S = 2.0
 """Seconds, beyond `timeout_s`, that interrupted code has to end."""
 CPU_CALLS = 100
-"""Limit of CPU time over an interpreter's life, as a multiple of `timeout_s`, the limit of one call. The interpreter is paused between
-calls and then uses no CPU time."""
+"""CPU time limit over an interpreter's life, as a multiple of `timeout_s`, the limit of one call. Between calls it is paused and uses
+none."""
 LONGEST_S = 7 * 24 * 3600.0
 WRITE_FILES = """
 def write(files):
@@ -68,8 +68,8 @@ class Interpreter:
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
         self.longest_wait_s = LONGEST_S
-        """Maximum seconds that a call may wait for earlier calls of the same response. If it would wait longer, it is not run: all calls
-        must end before `turn_timeout_s`."""
+        """Maximum seconds that a call may wait for earlier calls of the same response; otherwise it is not run. All calls must end before
+        `turn_timeout_s`."""
         self._settings = settings
         self._peer: socket.socket | None = None
 

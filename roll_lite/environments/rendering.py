@@ -36,7 +36,7 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Schema that stands for tools whose schemas are not known yet: those of agents, and tools that need a started sandbox or index."""
+"""Schema in place of tools that are not known yet: those of agents, and those that need a started sandbox or index."""
 
 
 class ChatRenderer:
@@ -82,8 +82,8 @@ class ChatRenderer:
         return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens from the end of a response to the start of the next: the end of the assistant's message, unless the response
-        has it already, the new messages, and the generation prompt."""
+        """Return the tokens between a response and the next: the end of the assistant's message, unless the response has it, the new
+        messages, and the generation prompt."""
         ids = self._text.encode(self._following(self._guarded(messages)))
         last = response_ids[-1] if response_ids else None
         place, first = self._text.first_added(ids)
@@ -232,8 +232,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Tokenizes text of users and tools so that it contains no added token. `guard` inserts marks where a text spells such a token;
-    `encode` splits the text at the marks and tokenizes the parts."""
+    """Tokenizes text of users and tools so that it contains no added token. `guard` marks where a text spells such a token; `encode` splits
+    the text at the marks and tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder
@@ -247,7 +247,7 @@ class _GuardedText:
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
         """Insert marks into all texts of a value where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as
-        plain text. `only_special`: do so only for special tokens."""
+        plain text. `only_special`: only special tokens."""
         if isinstance(value, str):
             text = value.encode("utf-16", "surrogatepass").decode(
                 "utf-16", "replace"
@@ -270,7 +270,7 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is prepended and its tokens
+        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is put first and its tokens
         are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)

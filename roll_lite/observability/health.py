@@ -26,7 +26,7 @@ REMEMBERED = 50
 @dataclass
 class Finding:
     sign: str
-    """Name of the training problem that was noticed, such as `truncated`; `math/truncated` if only the domain `math` has it."""
+    """Name of the training problem, such as `truncated`; `math/truncated` if only the domain `math` has it."""
     message: str
     first_step: int
     steps: int = 1

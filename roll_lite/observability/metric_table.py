@@ -26,8 +26,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """For a mean of which a loss function reports the sum: metrics with the number of items. The first of them that is reported is used.
-    Empty: each optimizer step is one item."""
+    """For a mean whose sum a loss function reports: metrics with the number of items, of which the first reported one is used. Empty: each
+    optimizer step is one item."""
     shown: bool = True
     """False for metrics that are only inputs of derived metrics."""
 
@@ -362,7 +362,7 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """Return the effective sample size as a share of the samples, (sum w)² / (n sum w²), from the means of w and w²."""
+    """Return the effective sample size as a share, (sum w)² / (n sum w²)."""
     return 0.0 if square == 0 else mean * mean / square
 
 

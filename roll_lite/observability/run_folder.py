@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder with the experiment's runs. With `checkpoint.store`, return the folder in the store that has their checkpoints."""
+    """Return the folder with the experiment's runs; with `checkpoint.store`, the folder in the store with their checkpoints."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -81,10 +81,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run that resumes after `step` writes again: records of later steps, and of validations at `step` and later.
-
-    `files`: JSON-lines files to cut. `folders`: whether to remove also the files and folders that are named after these steps.
-    """
+    """Remove what a run that resumes after `step` writes again: records of later steps, and of validations at `step` and later. `files`:
+    JSON-lines files to cut. `folders`: also remove files and folders named after these steps."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -146,7 +144,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Return the checkpoint or run from which a run resumed; None if it did not resume, or continued in its own folder."""
+    """Return the checkpoint or run from which a run resumed; None if it did not, or continued in its own folder."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

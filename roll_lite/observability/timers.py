@@ -53,7 +53,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Function that returns, for the name of a phase, a context manager to enter around the phase, such as a time limit."""
+        """Function that returns, for a phase's name, a context manager to enter around the phase, such as a time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None

@@ -27,7 +27,7 @@ from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with the run's ids at tracking services. The ids are also stored in checkpoints, so that a resumed run continues under them."""
+"""File with the run's ids at tracking services. Checkpoints hold the ids too, so that a resumed run continues under them."""
 
 
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
@@ -166,7 +166,7 @@ class Trackers(Tracker):
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
         """Call `call` for each tracker. A tracker that fails is dropped. `extra`: name of an optional kind of data; a tracker that fails
-        with it is not dropped, but gets no more data of this kind."""
+        with it only gets no more data of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -197,7 +197,7 @@ OTEL_QUEUE = 1 << 16
 
 
 class WandbTracker(Tracker):
-    """Logs to Weights & Biases. The step is logged as a metric, because W&B's own step must not decrease, but resumed runs repeat steps."""
+    """Logs to Weights & Biases. The step is logged as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
@@ -247,7 +247,7 @@ class MlflowTracker(Tracker):
 
         self._metric = Metric
         self._again = ""
-        """Suffix of the names of sample files in a resumed run. The run may repeat steps, and MLflow would append to the earlier file."""
+        """Suffix of sample files in a resumed run, which may repeat steps: MLflow would append to the earlier file."""
         self._client = MlflowClient(tracking_uri)
         if run.id is not None:
             self.run_id = run.id
@@ -376,7 +376,7 @@ class OpenTelemetryTracker(Tracker):
 
 
 def some_samples(file: Path, domains: Sequence[str], per_domain: int) -> dict[str, list[dict[str, Any]]]:
-    """Return {domain: its first samples} from a file of samples/, with the keys SAMPLE_COLUMNS; no samples if the file is missing."""
+    """Return {domain: its first samples} from a file of samples/, with the keys SAMPLE_COLUMNS; none if the file is missing."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in domains}
     with suppress(OSError), file.open(encoding="utf-8") as lines:
         for line in lines:
@@ -430,8 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that trackers may see: without the section `trackers` and without secrets. Values of environment variables with
-    secret-like names become `${oc.env:NAME}`."""
+    """Return the settings that trackers may see: without the section `trackers`, and with `${oc.env:NAME}` for the values of environment
+    variables with secret-like names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -447,7 +447,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
-    """Return the run's trackers. `known`: {tracker: id of the resumed run at its service}, so that the run continues under this id."""
+    """Return the run's trackers. `known`: {tracker: the resumed run's id at its service}, to continue under this id."""
     known = known or {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

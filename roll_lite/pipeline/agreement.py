@@ -32,22 +32,23 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Log-prob differences in nats, by precision, that count as rounding: a mean difference below this never raises an error."""
+"""Mean log-prob differences in nats, by precision, that count as rounding: limits relative to earlier steps or other engines are never
+lower."""
 STALE_FLOOR = 0.05
-"""Same as FLOOR, in any precision, for samples that were generated with older weights."""
+"""FLOOR for samples of older weights, in any precision."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
 """Limits of an engine's mean log-prob difference: FACTOR times the median of earlier steps, and FACTOR times the mean of the other engines.
-For samples of older weights, the factor is STALE_FACTOR."""
+STALE_FACTOR is FACTOR for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
 """Same as LEAST_TOKENS for samples of older weights, where single tokens differ much in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
-"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once exceeds
-SUDDEN times the limit. Differences vary much there, because the trainer has been updated since."""
+"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once SUDDEN times
+the limit: differences vary much there."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Bounds of the median over earlier steps. The median is over the latest MOST_STEPS steps. With fewer than LEAST_STEPS of them
-(LEAST_STALE_STEPS for samples of older weights), there is no comparison with the median."""
+"""The median is over the latest MOST_STEPS steps. With fewer than LEAST_STEPS of them (LEAST_STALE_STEPS for samples of older weights),
+there is no comparison with the median."""
 Age = tuple[int, int]
 """Age of a sample: (weight updates since its oldest token was generated, weight updates since its newest token was)."""
 CURRENT = (0, 0)
@@ -101,17 +102,16 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean absolute log-prob difference of each earlier step, by Age of the samples. The keys are text ("0 0") because JSON has no
-        tuples."""
+        """Mean absolute log-prob difference of each earlier step, by Age. Keys are text ("0 0") because JSON has no tuples."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """Number of steps in a row, up to the latest, in which an engine exceeded a limit. Key: (Age of the samples, engine)."""
+        """{(Age of samples, engine): number of latest steps in a row in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. `version`: version of the trainer's weights. `found`: a
-        dict per rank, {sample number: (sum of absolute log-prob differences, number of tokens)}."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. `version`: the trainer's weight version. `found`: for
+        each rank, {sample number: (sum of absolute log-prob differences, number of tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

@@ -75,10 +75,10 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
 """Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Names of the environment variable with the settings of torch's allocator: the current name and the older one."""
+"""Environment variables with settings of torch's allocator: the current name and the older one."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable: number of hardware queues of a GPU. With one queue, kernels run in launch order, which Megatron's overlap of
-communication and computation needs in tensor parallel layers."""
+"""Environment variable: number of hardware queues of a GPU. With one, kernels run in launch order, which Megatron's tensor parallel overlap
+of communication and computation needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
 """Names, as Ray gives them, of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 KNOWS_PINNED_SIZE = (2, 13)
@@ -110,8 +110,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of QUIET; the user's values in `given` take precedence. HF_HUB_OFFLINE, unless set by the user, is
-    left out if the configuration names the hub (hf://), because models must then be downloaded."""
+    """Return the environment variables of QUIET; the user's values in `given` take precedence. HF_HUB_OFFLINE is left out if models must be
+    downloaded: if the configuration names the hub (hf://) and the user did not set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
@@ -119,12 +119,9 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(
     config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
-
-    Members of an NCCL group need equal settings, so trainers get the settings that SGLang chooses for engines. Trainers also get expandable
-    segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
-    powers of two and never free them.
-    """
+    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs. Trainers get the settings that SGLang
+    chooses for engines, since members of an NCCL group need equal ones. They also get expandable segments, since changing micro-batches
+    fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to powers of two and never free them."""
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
     if isinstance(strategy, SglangStrategyConfig):
@@ -267,8 +264,8 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return (slots, options). `slots`: for each engine replica, its devices on its first node. `options[replica]`: for a replica that
-        spans nodes, the Ray options of its actors on the further nodes."""
+        """Return (slots, options). `slots`: the devices of each engine replica on its first node. `options[replica]`: Ray options of the
+        replica's actors on further nodes, if any."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []
@@ -284,8 +281,8 @@ class Starter:
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
-        """Return ids of the nodes on which reward workers may run: the driver's and the trainers'. On an engine's node, reward workers
-        would be lost with that node."""
+        """Return ids of the nodes for reward workers: the driver's and the trainers'. On an engine's node, reward workers would be lost
+        with that node."""
         trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
         return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
 

@@ -46,8 +46,7 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for an in-memory copy: the store must also hold the previous copy and the batches of
-recovery.py."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy and the batches of recovery.py must fit too."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -87,7 +86,7 @@ class Checkpoints:
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
         """Save a checkpoint and return its folder. An asynchronous checkpoint is complete only after `finish_if_written` or `finish`.
-        `rollouts`: state of the rollout service. `pipeline`: state of the driver. `unfinished`: file content with the samples in flight."""
+        `rollouts`, `pipeline`: states of rollout service and driver. `unfinished`: file content with the samples in flight."""
         self.finish()
         if self._newest is not None and self.newest_step == pipeline["steps_done"]:
             return self._newest  # saved before a rank was lost and later steps were repeated
@@ -133,8 +132,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Run the block. If the block fails, try to complete the checkpoint in progress; after an interruption (Ctrl-C, SIGTERM), only if
-        all ranks have already written it."""
+        """Run the block. If it fails, try to complete the checkpoint in progress; after an interruption (Ctrl-C, SIGTERM), only if all
+        ranks have written it."""
         try:
             yield
         except Exception:
@@ -233,10 +232,8 @@ class Checkpoints:
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Load the checkpoint of `checkpoint.resume` after verifying its checksums. Return the driver's state; None if the run starts anew.
-
-        If the checkpoint is damaged and the run continues in its own folder, mark it as damaged and load the previous checkpoint.
-        """
+        """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. If the checkpoint
+        is damaged and the run continues in its own folder, mark it as damaged and load the previous one."""
         if self._config.checkpoint.source is None:
             return None
         folder = resumption(self._config.checkpoint.source).checkpoint
@@ -300,8 +297,8 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark this run's newest checkpoint as damaged, and use its previous one instead. Without a previous one, a new run goes back to
-        its start weights, and a resumed run raises `error`."""
+        """Mark this run's newest checkpoint as damaged, and use its previous one. Without a previous one, a new run uses the start weights,
+        and a resumed run raises `error`."""
         assert self._newest is not None
         with reaching(self._home):
             earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
@@ -317,8 +314,8 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
 
     def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
-        """Return the checkpoint's file of samples in flight; empty if there is no such file, or if settings of generation or scoring have
-        changed since."""
+        """Return the checkpoint's file of samples in flight; empty without such a file, or if settings of generation or scoring have
+        changed."""
         file = self._on_nodes(folder) / UNFINISHED_FILE
         usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
@@ -328,8 +325,8 @@ class Checkpoints:
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify a checkpoint's checksums, download missing files, and return its state. `copy`: local folder that has state.json and
-        files.json already; None: read both from `folder`."""
+        """Verify a checkpoint's checksums, download missing files, and return its state. `copy`: local folder that already has state.json
+        and files.json; None: read both from `folder`."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -364,8 +361,8 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor's weights, or their moving average, to the reference. The copy goes through files, since the two roles may be
-        sharded differently."""
+        """Copy the actor's weights, or their moving average, to the reference: through files, since the roles may be sharded
+        differently."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None
@@ -388,8 +385,7 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove the checkpoint's folder if the block fails: on a full disk, its files would leave no space for recording the end of the
-    run."""
+    """Remove the checkpoint's folder if the block fails: on a full disk, the end of the run could not be recorded."""
     try:
         yield
     except Exception as error:
@@ -401,7 +397,7 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the files that ranks of `role` report as written, with these sizes in bytes. Raise RuntimeError after
+    """Wait until this node sees the files that ranks of `role` have written, with these sizes in bytes. Raise RuntimeError after
     SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:

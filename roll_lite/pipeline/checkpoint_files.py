@@ -67,10 +67,7 @@ def is_finished(checkpoint: Path) -> bool:
 
 def resumption(folder: Path) -> Resumption:
     """Return the checkpoint to resume from: `folder` itself if it is a checkpoint, otherwise the newest finished checkpoint of the run in
-    `folder`. If that run has none, take the checkpoint from which it resumed.
-
-    Raise ValueError if no finished checkpoint is found.
-    """
+    `folder` or, if there is none, the checkpoint from which that run resumed. Raise ValueError if none is found."""
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])
@@ -93,8 +90,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Replace `checkpoint.resume: auto` by the newest intact checkpoint of the experiment, or by None. Return the configuration and notes
-    on the choice. May raise StoreUnreachable."""
+    """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or by None. Return the configuration and notes on the
+    choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -147,8 +144,7 @@ def steps_of(checkpoint: Path) -> int:
 
 
 def discard(checkpoint: Path) -> None:
-    """Delete a checkpoint. The files that mark it as finished are deleted first, so that a partly deleted checkpoint counts as
-    unfinished."""
+    """Delete a checkpoint, first the files that mark it as finished."""
     for name in (STATE_FILE, LIST_FILE):
         (checkpoint / name).unlink(missing_ok=True)
     remove_tree(checkpoint)

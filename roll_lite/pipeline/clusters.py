@@ -72,8 +72,8 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote in `folder` on other nodes into the same folder on the driver's node. `names`: file names, for each
-        rank. `nodes`: addresses of the nodes to fetch from."""
+        """Move files that ranks wrote in `folder` on other nodes to this folder on the driver's node. `names`: file names of each rank.
+        `nodes`: addresses of the other nodes."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +96,8 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows that these parts use; a row
-        used by several mini-batches is sent once."""
+        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows of these parts; a row used
+        by several mini-batches is sent once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -119,8 +119,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of rounds in which engines start. Each engine measures free memory while it starts, so engines that share a GPU must start in
-    different rounds."""
+    """Number of rounds in which engines start. Engines measure free memory, so those that share a GPU must start in different rounds."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -137,7 +136,7 @@ class Engines(Movable):
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
         """Load the engine memory that a phase needs, and offload it after the block. `also_loaded`: models to load too, with their state
-        groups; the caller offloads these models."""
+        groups; the caller offloads them."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -175,8 +174,8 @@ def lengths(rows: DataProto) -> torch.Tensor:
 
 
 def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls that `start_others` starts. Then initialize and offload, one after the
-    other, the models that offload."""
+    """Initialize models that stay loaded, in parallel with the calls that `start_others` starts. Then initialize and offload the other
+    models one by one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
@@ -188,8 +187,7 @@ def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Return the state groups (such as weights) that models load in a phase. All models must load the same groups in it, so `generate`
-    raises ValueError."""
+    """Return the state groups (such as weights) that every model loads in a phase. Raise ValueError for `generate`, where they differ."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -247,8 +245,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Run a turn as a generator: yield each pending call (load, work, offload), receive its result by `send`, return the result of the
-    work."""
+    """Yield each pending call of a turn (load, work, offload), and receive its result by `send`. Return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -74,8 +74,8 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, if `joining` is given, further engines on free devices. Newcomers are engines that have
-    started but do not have the current weights yet."""
+    """Starts replacements of lost engines and, with `joining`, further engines. Newcomers are engines that have started but lack the
+    current weights."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EngineRestarts:
         start_s: float | None = None,
     ) -> None:
         """`restarts`: maximum restarts of an engine within BUDGET_SECONDS. `start_s`: time limit of a start in seconds; None: no limit.
-        `follows_drains`: whether an engine leaves a node that is being drained and restarts elsewhere."""
+        `follows_drains`: restart the engines of draining nodes elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -103,7 +103,7 @@ class EngineRestarts:
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """{engine: time at which it may start again}, for engines that joined during the run and have used up their restarts."""
+        """{engine: time at which it may start again}, for engines that joined during the run and used up their restarts."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
@@ -174,7 +174,7 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Make newcomers (see the class) of the replacements that have started. With `offload: true`, offload `parts` of their memory."""
+        """Make started replacements newcomers (see the class). With `offload: true`, offload `parts` of their memory."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -279,8 +279,8 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine. If it joined during the run (`most_replicas`), it gives up its devices, and its new process waits for free
-        devices on any node. Other engines restart on their own devices."""
+        """Restart an engine on its own devices. An engine that joined during the run (`most_replicas`) gives them up and waits for free
+        devices on any node."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

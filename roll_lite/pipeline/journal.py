@@ -153,8 +153,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the spans of this step that ranks measured. The parent of a span is the driver's span of the same phase during which it
-        started or, if there is none, the step."""
+        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase during which it started or, if there
+        is none, the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
@@ -195,7 +195,7 @@ class Journal:
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
-        """Announce a pause of the run that lasts as long as the block. Yield the file that the user deletes to continue."""
+        """Announce a pause for the duration of the block. Yield the file that the user deletes to continue."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
@@ -209,8 +209,8 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report the engines in `causes` that were not reported as lost before. `causes`: {engine number: cause}. `engines`: number of
-        engines, lost ones included."""
+        """Report newly lost engines. `causes`: {engine number: cause} of all engines lost so far. `engines`: number of engines, lost ones
+        included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
@@ -239,8 +239,8 @@ class Journal:
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
         """Report a lost rank. Its role restarts from step `since`; records of updates after `reached`, the last complete step, are removed.
-        `repeats`: what the run repeats from `since` to `reached`: "steps", or "the updates of steps". `in_memory`: whether the role
-        restarts from a copy in memory."""
+        `repeats`: what the run repeats in between: "steps", or "the updates of steps". `in_memory`: whether the role restarts from a copy
+        in memory."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -264,8 +264,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: {"reward" or "environment": {domain: number of its workers that died or hung and were replaced}}.
-        `silences`: for each lost engine, seconds from its last answer to its loss."""
+        """Record a batch. `replaced`: number of replaced workers as {"reward" or "environment": {domain: number}}. `silences`: for each
+        lost engine, seconds from its last answer to its loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -578,8 +578,8 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return validation metrics of each domain and of each value of its `report_by` columns. Some are means over samples; pass@k, best@k
-    and maj@k are means over the prompts with at least k samples."""
+    """Return validation metrics by domain and by value of its `report_by` columns. Some are means over samples; pass@k, best@k and maj@k
+    are means over prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

@@ -64,8 +64,7 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and of PACKAGES. Each package's version is followed by a hash of its installed Python files, since
-    builds of the same version may differ."""
+    """Return the versions of Python and of PACKAGES, each package's with a hash of its Python files: builds of a version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
@@ -92,10 +91,8 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Show a run's nodes in a table; return the ids of all nodes except the driver's.
-
-    Raise ValueError if versions differ or nodes cannot reach each other.
-    """
+    """Show a run's nodes in a table; return the ids of all except the driver's. Raise ValueError if versions differ or nodes cannot reach
+    each other."""
     driver = ray.get_runtime_context().get_node_id()
     by_role = placement.nodes_by_role()
     roles_of = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
@@ -137,8 +134,8 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address; the driver's node is the
-    first in `facts`."""
+    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address, in `facts` the driver's
+    first."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):

@@ -49,8 +49,8 @@ class Reader:
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the folder's files on this node, by file name. For checkpoints, return only file sizes, since loading
-        verifies checksums."""
+        """Return {file name: fingerprint} of the folder's files on this node. For checkpoints, return only sizes, since loading verifies
+        checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -69,7 +69,7 @@ class UsersCode(Reader):
     """Module or package of the user's code. `setting`: dotted path of a function in it. `folder`: where the driver imports it from."""
 
     def files(self) -> dict[str, str]:
-        """Return {file name: fingerprint} of the Python files where this node imports them from; empty if it cannot import them."""
+        """Return {file name: fingerprint} of the Python files on this node's import path; empty if they cannot be imported."""
         found = _imported_from(self.setting)
         if found is None or found.is_file():
             return {found.name: fingerprint(found)} if found is not None else {}
@@ -134,8 +134,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return the modules and packages, except installed ones, from which functions named in the configuration are imported. The value is
-    the dotted path of the first such function."""
+    """Return the modules and packages, except installed ones, from which functions in the configuration are imported, each with the dotted
+    path of its first function."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
@@ -169,8 +169,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
-    """Raise ValueError if this node has other files or versions than the driver's node. `drivers` and `versions`: those of the driver's
-    node. `driver`: its address."""
+    """Raise ValueError if this node has other files or versions than the driver's node. `drivers`, `versions`: of the driver's node;
+    `driver`: its address."""
     here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
@@ -182,7 +182,7 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> Non
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node creates
+    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node writes
     a file beside the driver's probe file."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
@@ -212,7 +212,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Return why this node does not share the folder of the file `probe`; None if it does, after writing a file there as answer."""
+    """Return why this node does not share the folder of the file `probe`. If it does, write a file there as answer and return None."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():

@@ -1,11 +1,9 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
-If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy. Then they repeat the later updates on
-batches that the driver has kept.
-
-If the rollout service is lost, it restarts in its state after the last step. The tokens of the kept batches are lost with it. Therefore, if
-updates must be repeated too, because a training rank was also lost or weights were being updated, the run goes back to the checkpoint or
-copy and repeats whole steps, generation included.
+If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat the later updates on
+batches that the driver has kept. If the rollout service is lost, it restarts in its state after the last step, but the tokens of the kept
+batches are lost with it. If updates must be repeated too, because a training rank was also lost or weights were being updated, the run
+therefore goes back to the checkpoint or copy and repeats whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -95,8 +93,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark weights as unknown until `step_is_done`. Inside the block, the deaths of the rollout service and of judges are ignored, so
-        that the update completes."""
+        """Mark weights as unknown until `step_is_done`. Inside the block, losses of the rollout service and of judges are ignored, so that
+        the update completes."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield

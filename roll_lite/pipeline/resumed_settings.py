@@ -1,5 +1,5 @@
-"""Compare the settings of a resumed run with those in its checkpoint: which changes are refused, and after which changes samples in flight
-may continue. docs/checkpoints.md has the same tables."""
+"""Compare the settings of a resumed run with those in its checkpoint: which changes are refused, and which let samples in flight continue.
+docs/checkpoints.md has the same tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings that may not change. Here and in the tuples below, an entry covers all settings below it; `*` matches any name."""
+"""Settings that may not change. In this and later tuples, an entry covers all settings below it; `*` matches any name."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
 """Sections that affect how samples are generated and scored."""
@@ -53,7 +53,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") -> Iterator[Change]:
-    """Yield the settings that differ. If only one of the configurations has a section, the whole section is one change."""
+    """Yield the settings that differ. A section in only one of the configurations is a single change."""
     for name in {**before, **now}:
         path = f"{below}{name}"
         was, is_now = before.get(name, ABSENT), now.get(name, ABSENT)

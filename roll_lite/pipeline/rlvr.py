@@ -78,11 +78,10 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step, by name: `kl_in_reward` and `kl_in_loss`. The KL measured in this step changes them for the next
-        step."""
+        """KL coefficients of this step: `kl_in_reward` and `kl_in_loss`. The KL measured in this step changes them for the next."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer that waits for the end of the step, so that a pause (`on_mismatch: pause`) does not interrupt
-        an update."""
+        """Comparison of engines and trainer to make at the end of the step, so that a pause (`on_mismatch: pause`) does not interrupt an
+        update."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -112,8 +111,8 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Call `work`. Call it again after the loss of a rank or of the rollout service, or when engines and trainer differ and the user
-        lets the run continue (`rollout.on_mismatch: pause`)."""
+        """Call `work`; call it again after the loss of a rank or of the rollout service, or if engines and trainer differ and the user lets
+        the run continue (`rollout.on_mismatch: pause`)."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -265,8 +264,8 @@ class RLVRPipeline:
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. An update repeated after the loss of a rank passes: it
-        was checked the first time."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. Updates repeated after a loss pass: they were checked
+        the first time."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -450,7 +449,7 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return the mean of a metric per token over all domains. Each dict in `parts` has sums under `<name>#<i>` and token counts under
-    `<tokens>#<i>`, where i is the number of a domain."""
+    """Return a metric's mean per token over all domains. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
+    number i."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

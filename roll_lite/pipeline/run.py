@@ -34,7 +34,7 @@ from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code of a run that saved its state after a SIGTERM. It is EX_TEMPFAIL: the same command continues the run."""
+"""Exit code of a run that saved its state after a SIGTERM: EX_TEMPFAIL, because the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases that take about the same time in every step."""
@@ -105,7 +105,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: the configured limits and, for phases in REGULAR, `limits.hang_factor` times the longest time so far."""
+    """Time limits of phases: the configured ones and, for phases in REGULAR, `limits.hang_factor` times the longest time so far."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits

@@ -98,11 +98,8 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return the samples' rewards, [N] float32. `domains`: settings of each domain, by domain number. `running`: running moments, which are
-    updated.
-
-    The steps are, in this order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight.
-    """
+    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: running moments, which are updated. The
+    steps, in order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight."""
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
     bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]

@@ -44,8 +44,8 @@ class BatchSource(ABC):
         """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs for the duration of the block. For SYNC_WEIGHTS, also load the actor's weights if an
-        engine lacks `version`."""
+        """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if an engine
+        lacks `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -77,12 +77,12 @@ class BatchSource(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
-        """Restore `state`, and continue the samples in flight. `unfinished`: content of the checkpoint's file of such samples; may be
+        """Restore `state`, and continue the samples in flight. `unfinished`: content of the checkpoint's file of these samples, or
         empty."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return the content of the checkpoint's file of samples that are in flight in `state`; empty without such samples. `within_s`:
-        timeout in seconds."""
+        """Return a checkpoint file's content with the samples in flight in `state`; empty if there are none. `within_s`: timeout in
+        seconds."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -116,8 +116,7 @@ class LiveRollouts(BatchSource):
     """{name of a lost judge that does not serve again yet: time of its loss}."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read its data and tested the rewards on a canned response. Then start the service; return this
-        pending call."""
+        """Wait until the rollout service has read its data and tested the rewards. Then start it, and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.

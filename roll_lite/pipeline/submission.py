@@ -29,9 +29,9 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths: the job runs in an uploaded copy of the current folder, which Ray deletes. A path must not lead out of the
-    current folder, and the path of a setting in KEPT must not lie in it. `written`: the settings before relative paths are made absolute.
-    `folder`: of the configuration."""
+    """Yield problems with paths: the job runs in an uploaded copy of the current folder, which Ray deletes. No path may lead out of the
+    current folder, and paths of settings in KEPT may not lie in it. `written`: settings with relative paths still relative. `folder`: of
+    the configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))
@@ -45,8 +45,8 @@ def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
 
 
 def submit(config: RunConfig, command: Sequence[str], address: str, variables: Sequence[str], name: str | None, follow: bool) -> int:
-    """Submit a run and return an exit code. If `follow`, wait and return the run's own exit code. `variables`: names of environment
-    variables to pass on."""
+    """Submit a run and return an exit code; with `follow`, wait and return the run's own. `variables`: names of environment variables to
+    pass on."""
     use_token()
     os.environ["RAY_API_SERVER_ADDRESS"] = address  # Ray prefers it, and RAY_ADDRESS, to an argument
     try:

@@ -65,7 +65,8 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
-        """Version last sent. None before the first `push` and after the loss of a training rank: the next `push` then sends all weights."""
+        """Version last sent; None before the first `push` and after the loss of a training rank, so that the next `push` sends all
+        weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
 
     @property
@@ -74,8 +75,7 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to all living engines. If they already have this version, send only to newcomers. Return None if no engine needs
-        weights."""
+        """Send weights to all living engines or, if they have this version, only to newcomers. Return None if no engine needs weights."""
         if self._drops_weights or version != self._version:
             pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
@@ -158,11 +158,8 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. If an engine was lost, return None: the caller must retry with all other engines, since they may
-        have read data from the lost one.
-
-        Other failures raise RuntimeError with all causes.
-        """
+        """Wait for engines and trainers. Return None if an engine was lost: the caller must retry with all other engines, which may have
+        read data from the lost one. Other failures raise RuntimeError with all causes."""
         interrupted: float | None = None
         self._transfer = engines
         failed: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
 A sample whose scoring fails does not train. Therefore only the reference answer, a service or the machine may make scoring fail, and a bad
-response gets a low score: otherwise the policy could learn to have its wrong responses left out.
+response gets a low score: otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return {argument of the reward: data columns that it names}. The reward reads these columns."""
+        """Return the data columns that the reward reads, by the argument of the reward that names them."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:

@@ -114,5 +114,5 @@ class ModelReward(RewardType):
 
 
 def zero_base(sample: RewardInput) -> float:
-    """Return 0, as base of the further terms of a reward: the score of the model is added later."""
+    """Return 0: the score of the reward model is added later."""
     return 0.0

@@ -39,8 +39,8 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: address in the program's process: name of a
-    function or class, number of an object, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
+    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: its address in the program's process: a
+    function's or class's name, an object's number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
     Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -187,7 +187,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Return the program's exception for the tests: an instance of the first class in its MRO that also exists in this process."""
+    """Return the program's exception for the tests: an instance of the first class in its MRO that exists in this process."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

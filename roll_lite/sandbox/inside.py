@@ -44,7 +44,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return the names that a test may replace on purpose: attributes that it assigns, and all its string constants (for `setattr`)."""
+    """Return the names that tests may replace on purpose: attributes that they assign, and all string constants (for `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -209,8 +209,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around the operator methods of the program's classes, while a test runs. Without guards, an object that equals everything
-    would pass `assert f(x) == 5`."""
+    """Guards around operator methods of the program's classes, while a test runs. Otherwise an object that equals everything would pass
+    `assert f(x) == 5`."""
 
     tests: Any = None
     failed: ClassVar[list[str]] = []
@@ -255,19 +255,14 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard a value that a test reads from a variable or by subscript, and return it.
-
-    Values whose class was loaded before the program are skipped: the items of containers have been guarded by `guard_value` already.
-    """
+    """Guard and return a value that a test reads from a variable or by subscript. Skip values whose class was loaded before the program:
+    `guard_value` has guarded the items of containers."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract for a test's `abs(a - b)`.
-
-    If only one value is the program's object, convert it to plain data first: the object's `__sub__` would see the expected value and could
-    fake the result.
-    """
+    """Subtract for a test's `abs(a - b)`. If only one value is the program's object, convert it to plain data first: its `__sub__` would
+    see the expected value and could fake the result."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)

@@ -63,8 +63,7 @@ class Isolation:
 
 
 def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
-    """Isolate this process in the strongest way that works, at most as strong as `wanted`. A pid namespace takes effect at the next
-    fork."""
+    """Isolate this process in the strongest way that works, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))
@@ -84,7 +83,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Return why a change to this process would fail; empty if it works. A child process tries the change, because it cannot be undone."""
+    """Return why a change to this process would fail; empty if it works. A child process tries it, because it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -133,8 +132,8 @@ def _is_root_of_machine() -> bool:
 
 
 def _become_nobody() -> bool:
-    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible, so that programs must start under another
-    user id; raise PermissionError if that is not allowed either."""
+    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start under another
+    user id. Raise PermissionError if that is not allowed either."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

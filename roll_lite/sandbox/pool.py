@@ -64,7 +64,7 @@ class Limits:
     processes: int = 64
     """Processes and threads besides the first."""
     open_files: int = 64
-    """Maximum number of open files of each process. It is low because socket buffers are charged to no process."""
+    """Maximum open files of each process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Outcome:
     exit: int
     """Exit status, or minus the signal's number."""
     stopped: str
-    """Limit that ended the program: cpu, wall, memory, processes, output, or sandbox (the program ended its sandbox); "" if no limit
-    did."""
+    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (the program ended its sandbox), or ""."""
     stdout: bytes
     stderr: bytes
     result: bytes
@@ -282,7 +281,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox unless it is running. Raise SandboxTrouble if it does not start, or lacks a protection that it had before."""
+        """Start the sandbox unless it is running. Raise SandboxTrouble if it does not start, or lacks a protection it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -390,8 +389,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that are connected by a socket; the one with the
-        tests is returned."""
+        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; wait for that of the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

@@ -149,8 +149,7 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Call the function in a child process. Return {"line": JSON of the value or error}, {"stopped": limit that was exceeded} or {"error":
-    text}."""
+    """Call the function in a child process. Return {"line": JSON of value or error}, {"stopped": exceeded limit} or {"error": text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:

@@ -52,8 +52,8 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of a limit that is exceeded, or "". `members`: pids of all processes of the program. `first`: pid of the first of
-        them."""
+        """Return the name of an exceeded limit, or "". `members`: pids of all processes of the program. `first`: pid of its first
+        process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -95,11 +95,9 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """Return True if the program's folder exceeds a limit. With namespaces always False, because the kernel enforces the limits.
-
-        The folder is measured only if the free space of the disk has changed by more than a quarter of the limit. It may also have risen:
-        deletions by others can hide what the program writes.
-        """
+        """Return True if the program's folder exceeds a limit. With namespaces always False: the kernel enforces the limits. The folder is
+        measured only if free disk space has changed by more than a quarter of the limit, even if it rose: deletions by others can hide what
+        the program writes."""
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free
@@ -179,8 +177,8 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended: /proc/PID then shows no memory. Return "" if
-    the main thread lives."""
+    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended, since /proc/PID then shows no memory;
+    otherwise ""."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

@@ -110,8 +110,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode what `encode` has encoded. Raise ValueError for other data. `find` resolves the references that `refer` has made; without it,
-    iterators, dict views and numpy arrays become lists."""
+    """Decode what `encode` has encoded. Raise ValueError for other data. `find` resolves references made by `refer`; without it, iterators,
+    dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):

@@ -1,5 +1,4 @@
-"""Isolated, preloaded Python interpreter ("zygote"). It forks a process for each program, watches the process, and kills it with all its
-children.
+"""Isolated, preloaded Python interpreter ("zygote"). It forks a process for each program, watches it, and kills it with all its children.
 
 A request contains the limits as JSON, and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the
 forked process reads these files, because later programs could read the zygote's memory.

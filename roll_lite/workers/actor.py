@@ -39,8 +39,7 @@ class CreditReport:
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""{value of algorithm.routing_replay: batch column with the MoE experts that training updates reuse}. None: the router chooses experts
-anew."""
+"""{algorithm.routing_replay: batch column with the MoE experts that training updates reuse}; None: the router chooses anew."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:

@@ -1,5 +1,5 @@
-"""Pass requests to an inference engine and return its responses. The tokens of the responses are returned in token blocks: tables with a
-row per sample."""
+"""Pass requests to an inference engine, and return its responses. Their tokens are returned in token blocks, tables with a row per
+sample."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of each piece of an unfinished response. A token block has no log-prob for the first token of a row; with the dummy, no
-log-prob of a real token is lost."""
+"""Dummy first token of each piece of an unfinished response: a token block has no log-prob for a row's first token, so without the dummy
+the log-prob of a real token would be lost."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses. Short, because it delays every turn of
-an episode."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses. It is short because it delays every
+turn."""
 
 
 class _Ready(NamedTuple):
@@ -76,8 +76,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with the tokens of earlier turns before its prompt. If these tokens are lost, fail the request and return
-        None."""
+        """Return the request with the tokens of earlier turns before its prompt. If they are lost, fail the request and return None."""
         if request.context is None:
             return request
         try:

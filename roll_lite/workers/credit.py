@@ -65,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
     """Compute advantages and the critic's targets from the columns that `credit_columns` names. All head ranks (one per data parallel rank)
-    must call it."""
+    must take part."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -111,7 +111,7 @@ class Turns(NamedTuple):
     """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the tokens between the previous response (or the start) and this response: the prompt, or new messages."""
+    """[turns] float64: hash of the tokens before the response, since the previous response or the start."""
     rewards: torch.Tensor
     """[turns] float64: reward of each turn, without KL."""
 

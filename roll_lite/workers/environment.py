@@ -65,7 +65,7 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if the environment of no other episode was working in the lost process, so that this episode may have killed it."""
+    """True if no other episode's environment was working in the lost process, so that this episode may have killed it."""
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Queue an order. All orders given in the same turn of the event loop are sent to the worker in a single call."""
+        """Queue an order. Orders of the same turn of the event loop are sent to the worker in a single call."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)
@@ -108,8 +108,8 @@ class EnvironmentPool:
     """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs: they send requests only once all samples wait
-        for a response, so all episodes must run."""
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, which send requests only once all samples
+        wait for a response."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment

@@ -131,7 +131,8 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the engine's weights. If the update breaks off, it must be repeated: see InferenceStrategy."""
+        """Update the engine's weights. If the update breaks off after some weights changed, the engine stays frozen until a complete
+        update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -141,8 +142,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Control the profiler of the engine's workers: without `folder`, start recording; with `folder`, stop and write the trace there.
-        Return an error text for each worker, empty on success."""
+        """Without `folder`, start recording a profile of the engine's workers; with `folder`, stop and write it there. Return an error text
+        for each worker, empty on success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -177,11 +178,8 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await work of the engine, and raise MemberLost if it fails. If the engine is still alive then, it is given up.
-
-        Two kinds of error are raised unchanged while the engine lives: TransferError, and any error before the first weight update, since
-        all engines would raise it.
-        """
+        """Await work of the engine, and raise MemberLost if it fails; a living engine is then given up. Two kinds of error are raised
+        unchanged while the engine lives: TransferError, and any error before the first weight update, since all engines would raise it."""
         try:
             return await work
         except Exception as error:  # a process edge: it becomes the cause
@@ -193,8 +191,8 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet that stands for one engine number. The Fleet watches it; after the loss of its engine, the
-    replacement is put into `engine`."""
+    """Member of the rollout service's Fleet for one engine number. The Fleet watches it; a replacement of a lost engine is put into
+    `engine`."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
@@ -223,10 +221,8 @@ class EngineSeat:
 
 
 class RemoteEngine(BatchedEngine):
-    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once.
-
-    `silence_s`: seconds without an answer to heartbeats after which the worker counts as lost; None: unlimited.
-    """
+    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer
+    after which the worker counts as lost; None: unlimited."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)

@@ -67,7 +67,7 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """Part of a training step for one data parallel rank: its rows (`shard`), and the samples of each mini-batch."""
+    """One data parallel rank's part of a training step: its rows (`shard`), and the samples of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
@@ -83,8 +83,7 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer. Filled only in the first update, and only if no forward pass before it measured
-    them."""
+    """Log-prob differences between engine and trainer: only in the first update, and only if no earlier forward pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
     """{sample number: loss} of this rank's rows, to find faulty rows. Filled only in the first of consecutive non-finite updates."""
 
@@ -171,7 +170,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call it, with equal `items` on a node."""
+        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call this, with equal `items` on a node."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]

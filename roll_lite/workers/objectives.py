@@ -129,8 +129,7 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return the optional arguments of the user's loss function: {name: [B, T-1]}, 0 where masked. Of these, only the entropy has a
-        gradient."""
+        """Return the optional arguments of the user's loss function: {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 

@@ -42,11 +42,11 @@ class PhaseWork:
     runs: list[tuple[float, float]] = field(default_factory=list)
     """(start in wall clock time, seconds) of each run of the phase."""
     tokens: float = 0.0
-    """Number of tokens, prompts included. The ranks of a data parallel replica share its tokens equally; the same holds for `flops`."""
+    """Number of tokens, prompts included. A data parallel replica's ranks share its tokens equally; the same holds for `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Maximum bytes over the runs of the phase: GPU memory that torch has "allocated" and "reserved", and "resident" host memory at the end
-    of a run."""
+    """Maximum bytes over the phase's runs: GPU memory that torch has "allocated" and "reserved", and "resident" host memory at a run's
+    end."""
 
     moved: Counter[str] = field(default_factory=Counter)
     """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device, copied or not)."""
@@ -63,7 +63,7 @@ class RankPhases:
     """Measures the phases of this rank. Phases do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
-        """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. When GPU memory runs out, a memory snapshot is written to
+        """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. When GPU memory runs out, a snapshot is written to
         `snapshots`/`name`.pickle."""
         self._name = name
         self._snapshots = snapshots

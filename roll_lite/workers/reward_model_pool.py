@@ -62,7 +62,7 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that restart together: all ranks with Megatron, a single rank with hf. Ray restarts their processes; `start`
+    """Ranks of a reward model that restart together: all ranks with Megatron, a single rank with hf. Ray restarts the processes; `start`
     then loads the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
@@ -75,7 +75,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first call of `start`, because the driver has loaded the model. Later calls, after a loss, load it."""
+        """True until the first call of `start`: the driver has loaded the model. Later calls, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -113,8 +113,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks, so that Ray restarts them. If the ranks are connected, all are killed, since they cannot accept a single new
-        rank."""
+        """Kill the ranks, so that Ray restarts them. Connected ranks are all killed, since they cannot accept a single new rank."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -171,8 +170,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of a reward model that several domains may use; a batch may hold samples of all of them. If a copy of the model loses a
-    process, the samples on it fail and it restarts."""
+    """Client of a reward model that several domains may use; its batches may mix them. If a copy of the model loses a process, the samples
+    on this copy fail and it restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -284,8 +283,8 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return the number of workers and ranks that were replaced since the last call. If domains share a model, the first caller gets
-        the count of its ranks."""
+        """Return the number of workers and ranks replaced since the last call. If domains share a model, the first caller gets the count of
+        its ranks."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

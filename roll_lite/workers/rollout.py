@@ -157,8 +157,8 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving; `prepare` must have been called. `engines`: InferWorker actors. `absent`: {engine number: reason} of engines that
-        do not serve yet; `engine_restarted` adds them later."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that do not serve yet;
+        `engine_restarted` adds them later."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,7 +191,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain on up to three prompts with a canned response: score the response, and play episodes with it. A broken reward or
+        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. A broken reward or
         environment thus ends the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
@@ -204,8 +204,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, test only its
-        components that do not."""
+        """Return the tests of rewards that can run before the engines start. Of a reward that needs a model or judge of this run, only the
+        other components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -293,7 +293,7 @@ class RolloutWorker(AsyncWorker):
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`;
-        nothing if there are fewer than `least` such groups."""
+        nothing if fewer than `least` such groups exist."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -374,7 +374,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return the content of a checkpoint file with the samples that are unfinished in `state`; b"" if there are none."""
+        """Return a checkpoint file's content with the samples unfinished in `state`; b"" if there are none."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
@@ -407,7 +407,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, engines also return the token ids that survive top-k,
+    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive top-k,
     top-p and min-p."""
     return Sampling(
         temperature=config.temperature,

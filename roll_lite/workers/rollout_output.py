@@ -152,10 +152,8 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line for each sample, failed ones and greedy baselines included. The file appears only when it is complete.
-
-    `clock_offset`: wall clock minus the event loop's clock, in seconds. `columns`: for a validation, the result of `reported_columns`.
-    """
+    """Write a line for each sample, failed ones and greedy baselines included. The file appears only when complete. `clock_offset`: wall
+    clock minus the event loop's clock, in seconds. `columns`: for a validation, the result of `reported_columns`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
     unfinished = path.with_suffix(".partial")
@@ -234,7 +232,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, to be called in a thread. It writes the `stats` as they are now."""
+        """Return a function that writes a dump, to be called in a thread, with `stats` as they are now."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

@@ -15,8 +15,8 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block, about 850 KB. A reader of one row fetches the whole block, but each reference to a block costs 100 to 200
-microseconds to send."""
+"""Tokens of a full block, about 850 KB. Larger: whoever reads one row fetches more. Smaller: more references, each of which takes 100 to
+200 microseconds to send."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
@@ -36,7 +36,7 @@ class TokenRecord:
     log_probs: np.ndarray
     """[T] float32: log-prob under the distribution that was sampled from; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """{name in EXTRA_COLUMNS: [T, K] array with K ids per token}. A missing column is the same as all -1."""
+    """{name in EXTRA_COLUMNS: [T, K] array with K ids per token}. A missing column means all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)

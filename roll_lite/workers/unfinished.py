@@ -70,8 +70,8 @@ def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> Save
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read the samples in a file: {group: {index: sample}}. Return none if the token columns of the file are not exactly TOKEN_COLUMNS and
-    `columns`. `store`: puts a block into the object store."""
+    """Read the samples in a file: {group: {index: sample}}; none if its token columns are not exactly TOKEN_COLUMNS and `columns`. `store`:
+    puts a block into the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):
@@ -92,6 +92,6 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_ids(saved: SavedTurn, row: torch.Tensor) -> SavedTurn:
-    """Return the turn with the token ids of its response. `row`: the row's token ids up to the end of the response."""
+    """Return the turn with the token ids of its response. `row`: token ids up to the response's end."""
     response = row[len(row) - saved.turn.length :]
     return replace(saved, turn=saved.turn._replace(ids=to_numpy(response.to(torch.int32)).tobytes()))

@@ -40,8 +40,8 @@ allowed."""
 @dataclass(frozen=True)
 class ChatRequest:
     messages: list[Message]
-    """Messages with the roles system, user, assistant and tool, and texts as contents. Arguments of tool calls are dicts; if they are not
-    valid JSON, they stay text."""
+    """Messages with the roles system, user, assistant and tool, and texts as contents. Arguments of tool calls are dicts, or text if they
+    are no valid JSON."""
     tools: list[Json]
     max_tokens: int | None
     stop: tuple[str, ...]
@@ -67,7 +67,7 @@ class Session(Protocol):
         ...
 
     def refused(self, why: str) -> None:
-        """Note that a request was answered with an error. Not called if the reason is that the episode is over."""
+        """Note that a request was answered with an error other than that the episode is over."""
         ...
 
 

@@ -52,7 +52,7 @@ COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
 PARTS = "(SELECT *, unnest(parts) AS part FROM samples)"
-"""Table of samples with a row for each of their `parts`, which are values of `report_by` columns such as `level:3`."""
+"""Samples, with a row for each of their `parts`: values of `report_by` columns, such as `level:3`."""
 SPANS = """
     SELECT domain, "group", "index", asked_at, generated_at, scored_at, response_tokens, score
     FROM samples WHERE kind = 'step' AND step = ? ORDER BY asked_at, "group", "index" """
@@ -122,8 +122,8 @@ class SampleIndex:
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS, with `-` before it to
-        have the largest first."""
+        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; a leading `-` sorts
+        the largest first."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")
@@ -131,8 +131,7 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Count the samples that match the filters `given`, by value of a column, with the mean score and the share of correct samples of
-        each value."""
+        """Count the samples that match the filters `given`, by value of a column, each with mean score and share of correct samples."""
         if by not in (*WORDS, *NUMBERS, "part"):
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}, part")
         where, values = conditions(given)

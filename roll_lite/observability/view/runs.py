@@ -93,8 +93,8 @@ class Run:
         return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
-        """Yield the records of a sample file, from lines that contain `mark`. A record has two further keys: `kind` (step or validation),
-        and `credit`: the sample's record in credit/, such as its reward, or None."""
+        """Yield the records of a sample file, from lines that contain `mark`, with two further keys: `kind` (step or validation), and
+        `credit` (the sample's record in credit/, such as its reward, or None)."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
@@ -133,8 +133,8 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return data on a step: `phases`, `work` (spans of driver and training ranks), `spans` (times of samples), `engines` ({group:
-        engine of each sample's first turn}), and the run's `processes`."""
+        """Return a step's `phases`, `work` (spans of driver and training ranks), `spans` (times of samples) and `engines` ({group: engine
+        of each sample's first turn}), and the run's `processes`."""
         mark = f'"step":{step}}}'
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", mark) if line["event"] == "group"]
         work: list[list[Any]] = next((line["spans"] for line in lines_of(self.folder / "spans.jsonl", mark)), [])

@@ -45,7 +45,7 @@ ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
 
 
 class Viewer:
-    """Answers requests about the runs at `places`. New runs are found when the page asks for the list of runs."""
+    """Answers requests about the runs at `places`. A request for the list of runs finds new ones."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places

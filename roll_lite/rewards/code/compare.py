@@ -17,11 +17,13 @@ LEAST = 1e-12
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
-    """Return True if the output is as expected. exact: equal in every character. lines: equal by line, ignoring white space at line ends
-    and empty lines at the end. numeric: equal word by word; two integers must be equal; if only the expected number is an integer, its
-    absolute error may be at most `tolerance`; for other numbers, the relative or the absolute error. auto: as lines, but a line whose
-    expected text has a decimal point is compared as numeric, and an absolute error must also be at most a hundredth of the expected
-    number."""
+    """Return True if the output is as expected.
+
+    exact: equal in every character. lines: equal by line, ignoring white space at line ends and empty lines at the end. numeric: equal word
+    by word; two integers must be equal; if only the expected number is an integer, the absolute error may be at most `tolerance`;
+    otherwise, the relative or the absolute error. auto: as lines, but a line whose expected text has a decimal point is compared as
+    numeric, and an absolute error must also be at most a hundredth of the expected number.
+    """
     if compare == "exact":
         return expected == printed
     if compare == "numeric":

@@ -52,7 +52,7 @@ class Asserts:
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Say why a test must run in the program's process, or "". `program`: names that the program defines; capitalized ones count as
+    """Return why a test must run in the program's process, or "". `program`: names that the program defines; capitalized ones count as
     classes, except Solution. `foreign`: imported names and modules."""
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -106,8 +106,8 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find, for each test, the names that the program must define. Raise ValueError if it is unclear which function is tested. A builtin
-    such as `abs` is such a name only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
+    """Find each test's names that the program must define. Raise ValueError if the tested function is unclear. A builtin such as `abs` is
+    such a name only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]

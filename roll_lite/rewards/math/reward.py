@@ -176,10 +176,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """Return False if the answer is an equation about something else than the variable `name`, as x^2 = 1 if x is asked for.
-
-    `before`: all sides of the equation except the last.
-    """
+    """Return False if the answer is an equation about something other than the variable `name`: x^2 = 1 if x is asked for. `before`: all
+    sides of the equation except the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):

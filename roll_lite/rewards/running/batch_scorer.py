@@ -26,7 +26,7 @@ KILL_FACTOR = 3
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """{item number: score, or cause of failure as text, or None if it was not scored yet}. An item with None must be passed in again."""
+    """{item number: score, or cause of failure, or None if not scored yet}. Pass an item with None in again."""
     seconds: float = 0.0
     interrupted: bool = False
     """True if the process must be replaced, because a time limit interrupted a function."""

@@ -65,8 +65,7 @@ class ChoiceReward(RewardType):
 
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
-    """Return two dicts: {letter: text of the option} (texts are empty without a column), and {letter, label or index in the list:
-    letter}."""
+    """Return {letter: text of the option} (texts are empty without a column), and {letter, label or list index: letter}."""
     if column is None:
         return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
     labels, texts = None, column
