@@ -271,8 +271,8 @@ def split_of(name: str) -> str:
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects, sorted. A configuration is a folder;
-    folders named `data` or after a split do not count as configurations. ValueError, with the choices, if none or several match."""
+    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects. A configuration is a folder, but not
+    one named `data` or after a split. Raise ValueError, with the choices, if none or several match."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

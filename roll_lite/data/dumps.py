@@ -98,9 +98,12 @@ def write_dump(
     clock_offset: float = 0.0,
     rewards_of: Callable[[Sample], Sequence[float]] | None = None,
 ) -> None:
-    """Write a dump atomically. `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields.
-    `kept_ids`: also store the token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds.
-    `rewards_of`: returns a sample's rewards by turn, for the column turn_rewards; None: no such column."""
+    """Write a dump atomically.
+
+    `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the
+    token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's
+    rewards by turn, for the column turn_rewards; None: no such column.
+    """
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}

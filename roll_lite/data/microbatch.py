@@ -123,7 +123,7 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Return the plan for rows with these lengths. `agree`: returns a number's maximum over the ranks that must run equally many
+        """Return the plan for rows of these lengths. `agree`: returns a number's maximum over the ranks that must run equally many
         micro-batches; None: no other ranks."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)

@@ -77,7 +77,7 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Whether the engine also returns, for each position, the token ids that survive top-p, top-k and min-p."""
+    """Whether the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
 
 
 class TokenRow(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checks of one machine, in seconds: versions, engines, GPUs, memory, shared memory, disk, open files, sandbox, ports, clock."""
+"""Checks of one machine that take seconds."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class _Node:
 
 
 class AgentSession:
-    """Conversations of one episode. If a request repeats an earlier request and its reply, its new messages continue that conversation's
-    tokens. Otherwise it starts a new conversation."""
+    """Conversations of one episode. A request that repeats an earlier request and its reply continues that conversation's tokens. Any other
+    request starts a new conversation."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
@@ -141,8 +141,8 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation extended by `message`; `before`: its digest so far. Outer white space is ignored, because clients
-    strip it."""
+    """Return the digest of a conversation extended by `message`; `before`: its digest so far. Ignores outer white space, which clients
+    strip."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 

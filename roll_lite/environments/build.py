@@ -192,8 +192,8 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
-    """Return a note if, with tools, the chat template cannot render an agent's conversations, or renders them differently message by
-    message than as a whole."""
+    """Return a note if the chat template cannot render an agent's conversations with tools, or renders them differently message by message
+    than as a whole."""
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:

@@ -40,7 +40,7 @@ class Renderer(Protocol):
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens in the contents of the messages, without the text that the template adds."""
+        """Return the number of tokens in the messages' contents, without text that the template adds."""
         ...
 
     def difference(self) -> str | None:
@@ -71,7 +71,7 @@ class Ask(NamedTuple):
     episode: int
     number: int
     after: int | None
-    """Number of the response that the new tokens follow; None: the new tokens start a conversation."""
+    """Number of the response before the new tokens; None: they start a conversation."""
     ids: bytes
     """Token ids of the new tokens, int32."""
     most: int | None
@@ -103,7 +103,7 @@ class Limits:
     max_prompt_tokens: int
     max_turn_tokens: int | None = None
     last_reward: bool = False
-    """True: the score is the reward of the last response. False: it is the sum of all rewards."""
+    """True: the score is the last response's reward. False: the sum of all rewards."""
 
 
 class Response(NamedTuple):
@@ -120,7 +120,7 @@ class Policy:
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
         self.answer: str | None = None
-        """Answer to be scored instead of the last response; None: the last response is scored."""
+        """Answer to score instead of the last response; None: score the response."""
         self.finish_reason: FinishReason | None = None
         """Limit that the episode has reached, or STOP if an agent ended by itself. Sampling another response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None

@@ -40,9 +40,9 @@ ANY_TOOL = {
 
 
 class ChatRenderer:
-    """Renderer with a chat template. `arguments`: variables of the template. `tools`: OpenAI schemas. `setting`: YAML path for error
-    messages. `call_format`: format of tool calls; None: found out from the template. `end_ids`: tokens that end a response, in addition to
-    the template's and the tokenizer's (such as Llama's <|eom_id|>)."""
+    """Renderer with a chat template. `arguments`: its variables. `tools`: OpenAI schemas. `setting`: YAML path for error messages.
+    `call_format`: format of tool calls; None: found out from the template. `end_ids`: tokens that end a response, besides those of template
+    and tokenizer (such as Llama's <|eom_id|>)."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ChatRenderer:
         """Whether the dummy response before tool results must have tool calls, because the template renders the results differently
         otherwise."""
         self._closing = self._after([], prompt=False)
-        """Text that the template writes after the content of the last assistant message."""
+        """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
         self._ends = {*end_ids, tokenizer.eos_token_id, self._end} - {None}
         self._check()
@@ -133,8 +133,7 @@ class ChatRenderer:
                 start = number + 1
 
     def _check(self) -> None:
-        """Raise ValueError if the template leaves out new messages or tools. Find out whether rendering after a response needs calls and
-        tools."""
+        """Raise ValueError if the template leaves out new messages or tools. Find out whether continuations need calls and tools."""
         if self._tools and self._render([QUESTION], self._tools) == self._render([QUESTION], None):
             raise ValueError(f"{self._setting}: the chat template ignores tools; {self._remedy}, or leave out the tools")
         kinds = [NEXT, RESULT] if self._tools else [NEXT]
@@ -246,8 +245,8 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """Insert marks into all texts of a value where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as
-        plain text. `only_special`: only special tokens."""
+        """Insert marks into a value's texts where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as plain
+        text. `only_special`: only special tokens."""
         if isinstance(value, str):
             text = value.encode("utf-16", "surrogatepass").decode(
                 "utf-16", "replace"

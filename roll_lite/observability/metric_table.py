@@ -1,5 +1,5 @@
-"""Table of all metrics, from which `docs/metrics.md` is generated. A metric with by="domain" is reported for each domain as
-`domain/<domain>/<name>` and for all domains as `<name>`. With another `by`, such as "phase", it is reported as `<name>/<phase>`."""
+"""Table of all metrics, the source of `docs/metrics.md`. A metric with by="domain" is reported as `domain/<domain>/<name>` for each domain
+and as `<name>` for all domains; with another `by`, such as "phase", as `<name>/<phase>`."""
 
 from __future__ import annotations
 

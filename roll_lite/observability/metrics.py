@@ -41,9 +41,11 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value; for a mean, the sum over `count` items. `label`: the value's domain, phase or role (`Metric.by` says which kind);
-        ALL_DOMAINS: a value over all domains. `part`: reward term or subset of the domain's samples; kept as a separate metric, so the
-        domain's own value needs another call."""
+        """Add a value; for a mean, the sum over `count` items.
+
+        `label`: the value's domain, phase or role (`Metric.by` says which kind); ALL_DOMAINS: a value over all domains. `part`: reward term
+        or subset of the domain's samples; kept as a separate metric, so the domain's own value needs another call.
+        """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":
             self._put((name, None), float(value), count)
@@ -59,8 +61,11 @@ class MetricSums:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
-        """Add a loss function's sums for one optimizer step. Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all domains. For
-        a mean, `sums` must also hold the number of items (`Metric.denominators`); means over 0 items are skipped."""
+        """Add a loss function's sums for one optimizer step.
+
+        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all domains. For a mean, `sums` must also hold the number of items
+        (`Metric.denominators`); means over 0 items are skipped.
+        """
         for key, value in sums.items():
             name, mark, number = key.partition("#")
             metric = metric_of(name)

@@ -56,7 +56,6 @@ Results = dict[str, dict[str, float]]
 
 
 def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) -> Results:
-    """Write evaluation.json, and return its results."""
     results: Results = {OVERALL: {}}
     for name, value in metrics.items():
         if (known := HELD_OUT.fullmatch(name)) is not None and not known["metric"].startswith("version"):

@@ -197,7 +197,7 @@ OTEL_QUEUE = 1 << 16
 
 
 class WandbTracker(Tracker):
-    """Logs to Weights & Biases. The step is logged as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
+    """Logs to Weights & Biases, with the step as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported

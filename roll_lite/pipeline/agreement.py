@@ -42,7 +42,7 @@ STALE_FACTOR is FACTOR for samples of older weights."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
-"""Same as LEAST_TOKENS for samples of older weights, where single tokens differ much in any precision."""
+"""LEAST_TOKENS for samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
 """For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once SUDDEN times
 the limit: differences vary much there."""
@@ -110,8 +110,8 @@ class Agreement:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. `version`: the trainer's weight version. `found`: for
-        each rank, {sample number: (sum of absolute log-prob differences, number of tokens)}."""
+        """Raise EnginesDiffer if log-probs differ too much. `version`: the trainer's weight version. `found`: for each rank, {sample
+        number: (sum of absolute log-prob differences, number of tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

@@ -77,8 +77,8 @@ FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNE
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with settings of torch's allocator: the current name and the older one."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable: number of hardware queues of a GPU. With one, kernels run in launch order, which Megatron's tensor parallel overlap
-of communication and computation needs."""
+"""Environment variable: number of a GPU's hardware queues. With one, kernels run in launch order, which Megatron's tensor parallel overlap
+needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
 """Names, as Ray gives them, of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 KNOWS_PINNED_SIZE = (2, 13)
@@ -111,7 +111,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables of QUIET; the user's values in `given` take precedence. HF_HUB_OFFLINE is left out if models must be
-    downloaded: if the configuration names the hub (hf://) and the user did not set it."""
+    downloaded (hf://) and the user did not set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
@@ -119,9 +119,12 @@ def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) 
 def gpu_environment(
     config: RunConfig, role: str, given: Mapping[str, str] = os.environ, accelerators: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs. Trainers get the settings that SGLang
-    chooses for engines, since members of an NCCL group need equal ones. They also get expandable segments, since changing micro-batches
-    fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to powers of two and never free them."""
+    """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
+
+    Trainers get the settings that SGLang chooses for engines, since members of an NCCL group need equal ones. They also get expandable
+    segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
+    powers of two and never free them.
+    """
     strategy = config.actor_infer.strategy
     chosen = {name: given[name] for name in FROM_DRIVER if name in given}
     if isinstance(strategy, SglangStrategyConfig):
@@ -169,8 +172,8 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Start to initialize the rollout service, judges, reward models that are not in `offloaded`, and, if they stay loaded, the engines.
-    Return the pending calls."""
+    """Start to initialize what stays loaded: rollout service, judges, engines, reward models not in `offloaded`. Return the pending
+    calls."""
     together: list[Pending[Any]] = [live.engines.replicas.start_all(InferWorker.preload)]
     together.append(live.prepare_service())
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]

@@ -59,7 +59,7 @@ FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
 """Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
 INTERRUPTED_S = 3.0
-"""Seconds that ranks have, after an interruption, to answer whether they have written the checkpoint."""
+"""Seconds for ranks to answer, after an interruption, whether they have written the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """Take `nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
+        """`nodes_without_run_folder`: addresses of nodes that do not share it."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
@@ -85,8 +85,8 @@ class Checkpoints:
         self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint and return its folder. An asynchronous checkpoint is complete only after `finish_if_written` or `finish`.
-        `rollouts`, `pipeline`: states of rollout service and driver. `unfinished`: file content with the samples in flight."""
+        """Save a checkpoint and return its folder. If asynchronous, it is complete only after `finish_if_written` or `finish`. `rollouts`,
+        `pipeline`: states of rollout service and driver. `unfinished`: file content with the samples in flight."""
         self.finish()
         if self._newest is not None and self.newest_step == pipeline["steps_done"]:
             return self._newest  # saved before a rank was lost and later steps were repeated
@@ -351,7 +351,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export the actor, its moving average (EMA, if configured) and the critic in Hugging Face format."""
+        """Export actor, moving average (EMA, if configured) and critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)

@@ -66,8 +66,11 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Return the checkpoint to resume from: `folder` itself if it is a checkpoint, otherwise the newest finished checkpoint of the run in
-    `folder` or, if there is none, the checkpoint from which that run resumed. Raise ValueError if none is found."""
+    """Return the checkpoint to resume from: `folder` itself if it is one, otherwise the newest finished checkpoint of the run in `folder`
+    or, if it has none, the checkpoint from which this run resumed.
+
+    Raise ValueError if there is none.
+    """
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
             return Resumption(folder, [])

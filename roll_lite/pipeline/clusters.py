@@ -96,8 +96,8 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows of these parts; a row used
-        by several mini-batches is sent once."""
+        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows of these parts, each
+        once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -197,7 +197,7 @@ class DeviceTurn(Generic[R]):
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Called with the duration of the turn in seconds, loading and offloading included."""
+    """Called with the turn's duration in seconds, loading and offloading included."""
 
 
 @contextmanager

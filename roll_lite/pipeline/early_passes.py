@@ -1,5 +1,3 @@
-"""Compute log-probs and values of finished sample groups while the rest of the batch is generated (`rollout.stream_log_probs`)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,8 +20,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Starts forward passes over finished sample groups while the rest of the batch is generated. Drops results of samples that do not end
-    up in the batch."""
+    """Computes log-probs and values of finished sample groups while the rest of the batch is generated (`rollout.stream_log_probs`). Drops
+    results of samples that do not end up in the batch."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models

@@ -32,7 +32,7 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: pending Ray calls of its node check (if any), `initialize` and `place`, in this order."""
+    """Engine that is starting. `calls`: pending Ray calls: the node check (if any), `initialize`, `place`."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
@@ -47,7 +47,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Reserves devices for engines that join during the run, and checks that their nodes have the driver's files and versions."""
+    """Reserves devices for engines that join during the run, and checks their nodes' files and versions."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
@@ -130,7 +130,7 @@ class EngineRestarts:
 
     @property
     def absent(self) -> dict[int, str]:
-        """{engine: reason} for engines that must not get requests because they are lost or lack the current weights."""
+        """{engine: reason} for engines that must not get requests: lost, or without the current weights."""
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
@@ -149,7 +149,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements of lost engines, note which replacements have started, and move engines off draining nodes. Does not block."""
+        """Start replacements, note which have started, and move engines off draining nodes. Does not block."""
         if self._follows_drains:
             self._follow_drains()
         for engine, cause in self._group.lost.items():
@@ -167,8 +167,8 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Call `tend`. Return True if started replacements may get weights and serve. With `offload: true`, they must wait until no other
-        engine lives."""
+        """Call `tend`. Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine
+        lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)

@@ -80,7 +80,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Bins of a group's fraction of correct samples: a group is in a bin if low < fraction <= high."""
+"""Bins of a group's fraction of correct samples: low < fraction <= high."""
 
 
 class Journal:
@@ -108,7 +108,6 @@ class Journal:
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
         self._evaluation: Results | None = None
-        """Result of a run with `mode: evaluate`; None in other modes."""
         self._shaped: DataProto | None = None
 
     def connect(self) -> None:
@@ -165,7 +164,6 @@ class Journal:
                             yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
 
     def _write_spans(self, step: int, spans: Sequence[Span]) -> None:
-        """Append the step's spans: name, start, seconds, role, rank."""
         rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
         with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
@@ -264,8 +262,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: number of replaced workers as {"reward" or "environment": {domain: number}}. `silences`: for each
-        lost engine, seconds from its last answer to its loss."""
+        """Record a batch. `replaced`: {"reward" or "environment": {domain: number of replaced workers}}. `silences`: for each lost engine,
+        seconds from its last answer to its loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -394,8 +392,8 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record the optimizer updates of a step. `updates`: {role: [data parallel rank][update]}. Metric sums are equal on all ranks and
-        are read from the first; peaks are merged over ranks."""
+        """Record a step's optimizer updates. `updates`: {role: [data parallel rank][update]}. Metric sums, equal on all ranks, are read
+        from the first; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -518,7 +516,6 @@ class Journal:
         self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl", self._domains)
 
     def close(self, exit_state: str) -> None:
-        """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._report.close()

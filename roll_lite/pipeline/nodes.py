@@ -29,7 +29,6 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
-"""Matches dotted paths in JSON."""
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
@@ -86,10 +85,8 @@ class View:
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Return addresses of nodes with training ranks that do not share the run folder.
-
-    Raise ValueError if the driver needs files that these ranks write, or if nodes hold different files at one path.
-    """
+    """Return addresses of nodes with training ranks that do not share the run folder. Raise ValueError if the driver needs files of these
+    ranks, or if nodes hold different files at one path."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -146,7 +143,7 @@ def users_code(config: RunConfig) -> dict[Path, str]:
 
 
 def _imported_from(name: str) -> Path | None:
-    """Return the file of a dotted path's top-level module, or the folder of its package; None if this node has neither."""
+    """Return the file or folder of a dotted path's top-level module or package; None if this node has neither."""
     search_current_folder()
     try:
         found = find_spec(name.partition(".")[0])

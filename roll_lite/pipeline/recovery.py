@@ -69,7 +69,7 @@ class Recovery:
         self.source_state: dict[str, Any] = {}
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False from the start of an update to the end of its step: some weights may have changed."""
+        """False from the start of an update to the end of its step, because some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
         """True while the run goes back to repeat whole steps."""
@@ -135,11 +135,9 @@ class Recovery:
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
-        """Restart the lost roles and return to the state after the last step.
-
-        If trained weights are lost or unknown, all trained models load the newest checkpoint or in-memory copy (`goes_back`). Later updates
-        are then repeated on the kept batches. If batches are missing, the run repeats whole steps instead (`_rewinds`).
-        """
+        """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all
+        trained models load the newest checkpoint or in-memory copy, and later updates are repeated on the kept batches. If a batch is
+        missing (`_rewinds`), the run repeats whole steps instead."""
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}
         with self._journal.timers.phase("recovery"), WATCHDOG.uninterrupted():

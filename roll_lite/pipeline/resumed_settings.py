@@ -66,7 +66,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], below: str = "") 
 
 
 def samples_continue(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return True if samples in flight may continue, because no change affects how samples are generated and scored."""
+    """Return True if samples in flight may continue: no change affects how samples are generated and scored."""
     return all(change.is_harmless for change in changes(before, now))
 
 

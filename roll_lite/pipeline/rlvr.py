@@ -111,8 +111,8 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Call `work`; call it again after the loss of a rank or of the rollout service, or if engines and trainer differ and the user lets
-        the run continue (`rollout.on_mismatch: pause`)."""
+        """Call `work`; call it again after the loss of a rank or of the rollout service, or when the user accepts that engines and trainer
+        differ (`rollout.on_mismatch: pause`)."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -193,7 +193,7 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns (such as log-probs and values) that advantages and losses need, for rows that lack them."""
+        """Compute the columns (such as log-probs) that advantages and losses need, for rows that lack them."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [

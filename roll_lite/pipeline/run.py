@@ -1,5 +1,3 @@
-"""A run, from its configuration to its exit code."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases that take about the same time in every step."""
 LEAST_HANG_S = 300.0
-"""Minimum, in seconds, of a time limit that `limits.hang_factor` sets: the time of short phases varies more."""
+"""Minimum, in seconds, of time limits from `limits.hang_factor`: the time of short phases varies more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 

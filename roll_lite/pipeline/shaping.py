@@ -33,7 +33,7 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """Batch with the columns `reward` and `train_weight`. Groups without any sample that trains are left out."""
+    """Batch with the columns `reward` and `train_weight`, without groups in which no sample trains."""
     samples: DataProto
     """One row per sample, for metrics."""
     masked: Masked
@@ -98,8 +98,10 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: running moments, which are updated. The
-    steps, in order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight."""
+    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: running moments, which are updated.
+
+    The steps, in order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight.
+    """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
     bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]

@@ -44,8 +44,8 @@ class BatchSource(ABC):
         """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if an engine
-        lacks `version`."""
+        """Load the engine memory that a phase needs inside the block; for SYNC_WEIGHTS also the actor's weights, if an engine lacks
+        `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -138,7 +138,7 @@ class LiveRollouts(BatchSource):
         return [servers.name for servers in self.judges.values()]
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples that these judges should score."""
+        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples of these judges."""
         found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
         for name in found:
             if not self._restarts.allows(name, self.judge_restarts[name]):

@@ -23,7 +23,7 @@ from roll_lite.files import first_line
 
 NOT_SUBMITTED, FAILED, INTERRUPTED = 2, 1, 130
 KEPT = ("run_dir", "checkpoint.resume", "replay.path")
-"""Settings with paths that must outlive the job. Ray deletes the job's copy of the current folder."""
+"""Settings with paths that must outlive the job's copy of the current folder."""
 CLOSING_S = 60
 """Seconds, in addition to `checkpoint.on_sigterm_s`, that Ray gives a stopped run before killing it."""
 

@@ -389,7 +389,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; wait for that of the tests."""
+        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; wait for the tests'
+        sandbox."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

@@ -180,8 +180,11 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Return the filter for `install_filter`. Raise OSError on machines other than x86_64 and aarch64. `own_pid`: process id of a program
-    without namespaces, which needs stricter rules. `signals_stay`: signals are confined by another mechanism."""
+    """Return the filter for `install_filter`.
+
+    Raise OSError on machines other than x86_64 and aarch64. `own_pid`: process id of a program without namespaces, which needs stricter
+    rules. `signals_stay`: another mechanism confines signals.
+    """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -214,8 +217,8 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Return code that allows `calls` only for process id 0 or `own_pid` as first argument. `calls`: system call numbers on (x86_64,
-    aarch64). `column`: this machine's index in these pairs."""
+    """Return code that allows `calls` only for process id 0 or `own_pid` as first argument. `calls`: numbers on (x86_64, aarch64).
+    `column`: this machine's index in these pairs."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 

@@ -95,9 +95,11 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """Return True if the program's folder exceeds a limit. With namespaces always False: the kernel enforces the limits. The folder is
-        measured only if free disk space has changed by more than a quarter of the limit, even if it rose: deletions by others can hide what
-        the program writes."""
+        """Return True if the program's folder exceeds a limit. With namespaces always False: the kernel enforces the limits.
+
+        The folder is measured only if free disk space has changed by more than a quarter of the limit, even if it rose: deletions by others
+        can hide what the program writes.
+        """
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
         self._free = free

@@ -1,5 +1,4 @@
-"""Pass requests to an inference engine, and return its responses. Their tokens are returned in token blocks, tables with a row per
-sample."""
+"""Pass requests to an inference engine; return its responses, with tokens in token blocks (tables with a row per sample)."""
 
 from __future__ import annotations
 

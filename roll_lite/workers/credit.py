@@ -75,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over the training tokens of all
-    ranks. It leaves out rows with non-finite moments."""
+    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over all ranks' training tokens,
+    without rows with non-finite moments."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])

@@ -28,8 +28,8 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: index in this table of the sample of each of this rank's rows; an agent's branches share a sample.
-    `everyone.rewards[everyone.local]` are the rows' rewards."""
+    """[B] int64: index in this table of the sample of each of this rank's rows: `everyone.rewards[everyone.local]` are the rows'
+    rewards."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Queue an order. Orders of the same turn of the event loop are sent to the worker in a single call."""
+        """Queue an order. Orders of one turn of the event loop are sent in a single call."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)

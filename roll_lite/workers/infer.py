@@ -1,5 +1,3 @@
-"""Worker process of an inference engine, and the rollout service's client for it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -178,8 +176,11 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await work of the engine, and raise MemberLost if it fails; a living engine is then given up. Two kinds of error are raised
-        unchanged while the engine lives: TransferError, and any error before the first weight update, since all engines would raise it."""
+        """Await work of the engine, and raise MemberLost if it fails; a living engine is then given up.
+
+        Two kinds of error are raised unchanged while the engine lives: TransferError, and any error before the first weight update, since
+        all engines would raise it.
+        """
         try:
             return await work
         except Exception as error:  # a process edge: it becomes the cause

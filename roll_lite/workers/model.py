@@ -34,7 +34,7 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
 HISTORY_ENTRIES = 100_000
-"""Number of latest allocations that profile.memory_history keeps. Each takes several KB of host memory."""
+"""Number of latest allocations that profile.memory_history keeps, at several KB of host memory each."""
 
 
 @dataclass(frozen=True)

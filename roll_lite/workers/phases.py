@@ -49,7 +49,7 @@ class PhaseWork:
     end."""
 
     moved: Counter[str] = field(default_factory=Counter)
-    """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device, copied or not)."""
+    """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device)."""
 
     @property
     def peak_tflops(self) -> float | None:

@@ -1,5 +1,3 @@
-"""Worker that holds a reward model, or a part of it, and scores texts."""
-
 from __future__ import annotations
 
 import json

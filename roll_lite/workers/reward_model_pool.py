@@ -1,5 +1,3 @@
-"""Clients of reward models, which batch samples and restart dead model copies."""
-
 from __future__ import annotations
 
 import asyncio
@@ -170,8 +168,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of a reward model that several domains may use; its batches may mix them. If a copy of the model loses a process, the samples
-    on this copy fail and it restarts."""
+    """Client of a reward model, shared by domains; a batch may mix them. If a copy of the model loses a process, the samples on this copy
+    fail and it restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name

@@ -157,8 +157,8 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that do not serve yet;
-        `engine_restarted` adds them later."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that join later, by
+        `engine_restarted`."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,8 +191,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. A broken reward or
-        environment thus ends the run early."""
+        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. Errors end the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -308,7 +307,7 @@ class RolloutWorker(AsyncWorker):
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
-        """Let the replacement of a lost engine serve. `engine`: its InferWorker actor, which must have the current weights."""
+        """Let a lost engine's replacement serve. `engine`: its InferWorker actor, which must have the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         # The fleet reports only engines that have served.

@@ -27,8 +27,8 @@ def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls
 
 
 class TextArenaEpisode:
-    """Episode of a game. TextArena draws from Python's global random generator, so each call swaps in the episode's random state. All
-    methods are async, so they run in the event loop's thread, never two at once."""
+    """Episode of a game. TextArena draws from Python's global random generator, so each call swaps in the episode's random state. Methods
+    are async, so that they run in the event loop's thread, never two at once."""
 
     def __init__(self, game: Any) -> None:
         self._template = game

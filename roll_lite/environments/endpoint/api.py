@@ -40,8 +40,8 @@ allowed."""
 @dataclass(frozen=True)
 class ChatRequest:
     messages: list[Message]
-    """Messages with the roles system, user, assistant and tool, and texts as contents. Arguments of tool calls are dicts, or text if they
-    are no valid JSON."""
+    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts, or text if they are no valid
+    JSON."""
     tools: list[Json]
     max_tokens: int | None
     stop: tuple[str, ...]

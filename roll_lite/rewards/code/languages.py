@@ -57,9 +57,11 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """Return (code, language tag) of a response's program; None if there is none. Of the blocks without a tag or tagged with one of
-    `languages`, the one that defines the most names in `needed` is chosen; on a tie, a tagged block, then the last. `ends_early`: the
-    response was cut off; ignore a block that is not closed."""
+    """Return (code, language tag) of a response's program; None if there is none.
+
+    Of the blocks without a tag or tagged with one of `languages`, the one that defines the most names in `needed` is chosen; on a tie, a
+    tagged block, then the last. `ends_early`: the response was cut off; ignore a block that is not closed.
+    """
     if extract != "whole":
         blocks = _blocks(text, ends_early)
         if blocks:

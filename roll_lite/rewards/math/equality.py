@@ -20,7 +20,7 @@ CLOSE, PLACES = Fraction(1, 10_000), 6
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
-"""Maximum bits of powers and factorials that are computed: the time limit cannot interrupt larger computations."""
+"""Maximum bits of powers and factorials: the time limit cannot interrupt larger computations."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -203,7 +203,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count what is left to compute: (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
+    """Count what is left to compute: (additions, those in denominators, products, powers of powers such as (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

@@ -21,8 +21,11 @@ class _Interruption(BaseException):
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Return call(). Raise TimeLimitExceeded after `seconds` of CPU time, which does not depend on how busy the machine is. Works only in
-    the main thread. With `waiting`, the limit is in wall-clock time, paused while a nested call counts CPU time."""
+    """Return call(). Raise TimeLimitExceeded after `seconds` of CPU time, which does not depend on how busy the machine is. Main thread
+    only.
+
+    With `waiting`, the limit is in wall-clock time, paused while a nested call counts CPU time.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")
     interrupted = False
