@@ -1,5 +1,7 @@
-"""Read and write files, use folders in object stores, and change environment variables for a block. Reading raises ValueErrors that name
-the file. Only plain files are opened: reading a pipe or device might never end."""
+"""Read and write files, use folders in object stores, and change environment variables for a block.
+
+Reading raises ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Hugging Face hub names in place of model folders and data files.
 
-While the driver loads a configuration (inside `online`), names are resolved to commits, missing files are downloaded, and each name becomes
-a path in this node's cache. Other nodes use their own caches (`HubPath`).
+While the driver loads a configuration (inside `online`), names are resolved to commits, missing files are downloaded, and names become
+paths in this node's cache. Other nodes use their own caches (`HubPath`).
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return {step: dump file}. `path`: a folder of dumps or of a run. If that run had resumed, earlier dumps are taken from the run before
-    it. Raise ValueError if there are no dumps."""
+    """Return {step: dump file}. `path`: a folder of dumps or of a run. If that run had resumed, earlier dumps are from the run before it.
+    Raise ValueError if there are none."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -195,7 +195,7 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Yield a problem if settings that affect training differ from those of the run that wrote the dumps. This policy is then not the one
+    """Yield a problem if settings that affect training differ from those of the run that wrote the dumps: this policy is then not the one
     that sampled, as `current` and `recompute` of old_log_probs assume."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:

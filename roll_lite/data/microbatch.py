@@ -50,7 +50,7 @@ class Multiples:
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         """Return each micro-batch's row numbers. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank runs
-        in any case, to match other ranks or `Multiples.count`; fewer are filled up with empty ones."""
+        in any case, to match other ranks or `Multiples.count`; missing ones are empty."""
 
 
 @dataclass(frozen=True)

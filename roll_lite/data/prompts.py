@@ -85,8 +85,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains. In a file that several
-    domains share, rows with another domain's tag are skipped."""
+    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains; in a file that they
+    share, rows with another domain's tag are skipped."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:

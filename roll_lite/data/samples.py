@@ -318,7 +318,7 @@ class Score(Packed):
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
     answer: str | None = None
-    """Answer found in the response, for majority votes. Empty: none was found. None: the reward looks for none."""
+    """Answer found in the response, for majority votes. Empty: none found; None: the reward looks for none."""
     terms: dict[str, float] = field(default_factory=dict)
     """{term: its weighted contribution}; the sum is the value."""
 

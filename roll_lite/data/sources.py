@@ -16,7 +16,7 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. In a folder only those of KINDS are read, since CSV and JSON files there are often not data."""
+"""Suffixes accepted for a single file. In a folder only those of KINDS are read: CSV and JSON files there are often not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 

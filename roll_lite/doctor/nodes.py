@@ -1,4 +1,4 @@
-"""Check every node of a Ray cluster, show the nodes in a table, and measure the bandwidth between them with gloo and with NCCL."""
+"""Check every node of a Ray cluster, and measure the bandwidth between nodes with gloo and with NCCL."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class NodeWorker(Worker):
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure the bandwidth of an all-reduce among `ranks`. Return the bytes per second that each of them sends; 0 on other ranks. All
-        ranks of the cluster must call this."""
+        """Measure the bandwidth of an all-reduce among `ranks`: bytes per second that each of them sends; 0 on other ranks. All ranks of
+        the cluster must call this."""
         import torch
         import torch.distributed as dist
 

@@ -78,7 +78,7 @@ def _play(
 
 
 def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Load another project's environment. Return the function that plays an episode, and its tool schemas; ValueError for a mistake."""
+    """Load another project's environment. Return the function that plays an episode, and its tool schemas. ValueError for a mistake."""
     try:
         match settings:
             case GymEnvironmentConfig():

@@ -80,8 +80,8 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
 
 
 def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (YAML path, message) for chat templates with which agents cannot use tools, or which render conversations with tools
-    differently message by message than as a whole."""
+    """Yield (YAML path, message) for chat templates that cannot render agents' conversations with tools, or render them differently message
+    by message than as a whole."""
     for name, domain in config.domains.items():
         if isinstance(domain.environment, EndpointEnvironmentConfig) and _has_chat_template(config, domain):
             from roll_lite.data.templates import load_tokenizer

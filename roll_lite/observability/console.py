@@ -166,8 +166,8 @@ class RunConsole:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
     def evaluation(self, results: Results) -> None:
-        """Show a table of metrics with a row for each domain, for each part of a domain (samples with one value of a `report_by` column),
-        and for all domains together."""
+        """Show a table of metrics with a row for each domain, each part of a domain (samples with one value of a `report_by` column), and
+        all domains together."""
         overall = results[OVERALL]
         k = largest_k(f"validation/{name}" for name in overall)
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]

@@ -165,8 +165,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call `call` for each tracker. A tracker that fails is dropped. `extra`: name of an optional kind of data; a tracker that fails
-        with it only gets no more data of this kind."""
+        """Call `call` for each tracker. A tracker that fails is dropped or, with `extra` (name of an optional kind of data), gets no more
+        data of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -430,8 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that trackers may see: without the section `trackers`, and with `${oc.env:NAME}` for the values of environment
-    variables with secret-like names."""
+    """Return the settings for trackers: without the section `trackers`, and with `${oc.env:NAME}` for the values of environment variables
+    with secret-like names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

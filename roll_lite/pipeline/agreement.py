@@ -55,7 +55,7 @@ CURRENT = (0, 0)
 
 
 class DifferentModels(RuntimeError):
-    """Error: log-probs of engine and trainer differ, or data parallel replicas hold different weights."""
+    """Error: log-probs of engine and trainer differ, or replicas hold different weights."""
 
 
 class EnginesDiffer(DifferentModels):
@@ -87,7 +87,7 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares each engine's log-probs with the trainer's. Samples of different Age are compared separately."""
+    """Compares each engine's log-probs with the trainer's, separately for each Age of samples."""
 
     def __init__(self, config: RunConfig) -> None:
         self._is_live = generates(config)

@@ -1,4 +1,4 @@
-"""Files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of the losses, samples of skipped
+"""Files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of losses, samples of skipped
 updates."""
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ NO_ROOM = (
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait for files written on other nodes: a network file system may cache their absence."""
+"""Seconds to wait for files of other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
-"""Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
+"""Number of attempts to upload the last checkpoint, and seconds between them."""
 INTERRUPTED_S = 3.0
 """Seconds for ranks to answer, after an interruption, whether they have written the checkpoint."""
 
@@ -70,7 +70,7 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """`nodes_without_run_folder`: addresses of nodes that do not share it."""
+        """`nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
@@ -321,7 +321,7 @@ class Checkpoints:
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint; for one in a remote store, the copy on their node."""
+        """Return the folder from which ranks load a checkpoint: their node's copy if it is in a remote store."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:

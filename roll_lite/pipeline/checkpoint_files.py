@@ -1,7 +1,7 @@
 """Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
-A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
-(sizes and checksums), written last.
+A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and, written
+last, `files.json` (sizes and checksums).
 """
 
 from __future__ import annotations

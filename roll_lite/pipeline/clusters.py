@@ -202,8 +202,8 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load `parts` of a role's state for the block, then offload them; roles that do not offload stay loaded. `also_loaded`: further roles
-    to load, with their parts; the caller offloads them. After an exception, this function starts to offload all of them."""
+    """Load `parts` of a role's state for the block, then offload them if the role offloads. `also_loaded`: further roles to load, with
+    their parts; the caller offloads them. After an exception, start to offload all of them."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -216,8 +216,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run the turn (load, work, offload) of each role; return results in the order of `turns`. Roles that offload and share devices run one
-    after another, all others in parallel."""
+    """Run each role's turn (load, work, offload); return results in the order of `turns`. Roles that offload and share devices run one
+    after another, others in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

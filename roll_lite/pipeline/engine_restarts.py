@@ -139,7 +139,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause seen by the rollout service or, if it saw none, by the driver."""
+        """Report each lost engine once, with the cause seen by the rollout service, else by the driver."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -279,8 +279,8 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine on its own devices. An engine that joined during the run (`most_replicas`) gives them up and waits for free
-        devices on any node."""
+        """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
+        on any node."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

@@ -236,9 +236,9 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank. Its role restarts from step `since`; records of updates after `reached`, the last complete step, are removed.
-        `repeats`: what the run repeats in between: "steps", or "the updates of steps". `in_memory`: whether the role restarts from a copy
-        in memory."""
+        """Report a lost rank. Its role restarts from step `since`; records after `reached`, the last complete step, are removed. `repeats`:
+        what the run repeats in between: "steps", or "the updates of steps". `in_memory`: whether the role restarts from a copy in
+        memory."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")

@@ -131,8 +131,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return the modules and packages, except installed ones, from which functions in the configuration are imported, each with the dotted
-    path of its first function."""
+    """Return the modules and packages, except installed ones, of functions in the configuration, each with the dotted path of its first
+    function."""
     installed = [Path(path).resolve() for path in sysconfig.get_paths().values()]
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
@@ -179,8 +179,8 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> Non
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node writes
-    a file beside the driver's probe file."""
+    """Return what each node sees, by node id. `read`: folders to compare, by node id. A node that shares the run folder writes a file
+    beside the driver's probe file."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)

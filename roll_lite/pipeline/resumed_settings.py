@@ -1,4 +1,4 @@
-"""Compare the settings of a resumed run with those in its checkpoint: which changes are refused, and which let samples in flight continue.
+"""Compare a resumed run's settings with its checkpoint's: which changes are refused, and which let samples in flight continue.
 docs/checkpoints.md has the same tables."""
 
 from __future__ import annotations

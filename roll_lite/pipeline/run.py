@@ -130,8 +130,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) saves its state
-    before it ends. Signals already ignored at the start, as with nohup, stay ignored."""
+    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) first saves its
+    state. Signals ignored at the start, as with nohup, stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -164,8 +164,8 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals while the caller records, inside the block, how the run ended. Signals after the block raise KeyboardInterrupt
-        again and so interrupt the clean-up."""
+        """Ignore signals inside the block, which records how the run ended. Later signals raise KeyboardInterrupt and interrupt the
+        clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
@@ -196,7 +196,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread because the main thread hangs; the Ray session's guard cleans up."""
+        """End the process from another thread, because the main thread hangs; the Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:

@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory: before a run, and as likely cause of its failure."""
+"""Detect a lack of open files, shared memory or memory, before a run and behind its failure."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class BatchSource(ABC):
         return False
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
-        """Prepare for new training ranks: engines leave shared devices, and receive all weights again."""
+        """Prepare for new training ranks: engines leave shared devices, and get all weights again."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -197,8 +197,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, but only
-        after the batch or validation if they offload."""
+        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, otherwise
+        after the batch or validation."""
         lost: RankFailed | None = None
         while True:
             try:

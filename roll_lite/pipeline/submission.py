@@ -29,9 +29,9 @@ CLOSING_S = 60
 
 
 def not_uploaded(written: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
-    """Yield problems with paths: the job runs in an uploaded copy of the current folder, which Ray deletes. No path may lead out of the
-    current folder, and paths of settings in KEPT may not lie in it. `written`: settings with relative paths still relative. `folder`: of
-    the configuration."""
+    """Yield problems with paths: the job runs in an uploaded copy of the current folder, which Ray deletes. No path may lead out of this
+    folder, and paths of settings in KEPT may not lie in it. `written`: settings with relative paths still relative. `folder`: of the
+    configuration."""
     if not folder.is_relative_to(Path.cwd()):
         message = "is not in the current folder, which is what is uploaded; change to one that holds it"
         yield Problem("--config-path", message, str(folder))

@@ -104,7 +104,7 @@ class WeightSync:
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
     def break_off(self) -> None:
-        """Interrupt a transfer in flight: its engines are about to end, and the trainers must save."""
+        """Interrupt a transfer in flight: the engines are about to end, and trainers must save."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)
@@ -118,7 +118,7 @@ class WeightSync:
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Update the engines `receivers`. Return None if an engine was lost; the others may then hold a mix of old and new weights."""
+        """Update the engines `receivers`. Return None if an engine was lost; other engines may then mix old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)

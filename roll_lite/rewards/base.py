@@ -1,6 +1,6 @@
 """Base class of reward types, and calls of reward functions.
 
-A sample whose scoring fails does not train. Therefore only the reference answer, a service or the machine may make scoring fail, and a bad
+Samples whose scoring fails do not train. Therefore only the reference answer, a service or the machine may make scoring fail, and a bad
 response gets a low score: otherwise the policy could learn to have wrong responses left out.
 """
 
@@ -40,10 +40,8 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused.
-
-    A harmless response is then scored: if that succeeds, the suspected response gets the lowest score; otherwise the sample fails.
-    """
+    """Failure that the response may have caused. A harmless response is then scored: if that succeeds, the suspected response gets the
+    lowest score; otherwise the sample fails."""
 
 
 class RewardType(Section):

@@ -1,8 +1,5 @@
-"""Run assert-style tests of an untrusted program (docs/code_reward.md).
-
-The tests run in their own process (`Tests`), which calls the program's functions over a socket with plain values. The program's process
-(`serve`) sees only the arguments.
-"""
+"""Run assert-style tests of an untrusted program (docs/code_reward.md). Tests run in their own process (`Tests`) and call the program's
+functions over a socket with plain values. The program's process (`serve`) sees only the arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Guards for tests that run in the tested program's process, where the program could forge its verdict (docs/code_reward.md).
-
-They stop objects that equal everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the
-interpreter's frames or memory.
-"""
+"""Guards for tests that run in the program's process, where it could forge its verdict (docs/code_reward.md). They stop objects that equal
+everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the interpreter's frames or
+memory."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement of `resource.setrlimit`. Contest programs often try to raise limits; refused attempts are ignored."""
+    """Replacement of `resource.setrlimit` that ignores refused attempts to raise limits, as contest programs often make."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:

@@ -1,7 +1,7 @@
 """Isolated, preloaded Python interpreter ("zygote"). It forks a process for each program, watches it, and kills it with all its children.
 
 A request contains the limits as JSON, and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the
-forked process reads these files, because later programs could read the zygote's memory.
+forked process reads these files: later programs could read the zygote's memory.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class ActorWorker(ModelWorker):
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch. Stop early if an update moved the policy too far (early_stop_kl)."""
+        """Train on every mini-batch of every epoch, until an update moves the policy too far (early_stop_kl)."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):

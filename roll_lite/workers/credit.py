@@ -36,7 +36,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: the sample's score (only in its first row) minus coef * KL of the row. The sum over a sample's rows is its reward."""
+    """[B] float64: the sample's score (only in its first row) minus coef * KL, so that a sample's rows add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -226,7 +226,7 @@ def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
 
 
 def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
-    """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
+    """Return REINFORCE advantages of token rewards. `baseline` "group": subtract the group's mean score from the score."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()

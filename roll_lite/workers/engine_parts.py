@@ -25,7 +25,7 @@ LAST_SECONDS = 5.0
 
 
 def own_address() -> str:
-    """Return the address at which other nodes reach this node, and make gloo use the network interface with this address."""
+    """Return the address at which other nodes reach this one, and make gloo use its network interface."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address

@@ -255,8 +255,7 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on ranks that return no outputs (all but
-        head ranks)."""
+        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on all but head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

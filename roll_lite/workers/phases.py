@@ -1,4 +1,4 @@
-"""Seconds, tokens, model FLOPs and memory of a training rank by phase, and a report when memory runs out."""
+"""Seconds, tokens, FLOPs and memory of a training rank by phase, and a report when memory runs out."""
 
 from __future__ import annotations
 

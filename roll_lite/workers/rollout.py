@@ -203,7 +203,7 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before the engines start. Of a reward that needs a model or judge of this run, only the
+        """Return the tests of rewards that can run before the engines start. Of a reward that needs a model or judge of this run, only
         other components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
@@ -292,7 +292,7 @@ class RolloutWorker(AsyncWorker):
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`;
-        nothing if fewer than `least` such groups exist."""
+        nothing if fewer than `least` exist."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -331,7 +331,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all samples."""
+        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)

@@ -70,8 +70,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Return {domain: data columns by whose values a validation reports results}. These are `data.report_by` or, if that is null, the
-    columns of REPORTED that hold text or numbers in all prompts and have at most MOST_REPORTED values."""
+    """Return {domain: data columns by whose values a validation reports results}: `data.report_by` or, if null, the columns of REPORTED
+    with text or numbers in all prompts and at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)

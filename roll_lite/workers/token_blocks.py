@@ -21,8 +21,8 @@ BLOCK_TOKENS = 2**16
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived top-k, top-p or min-p; all -1 if sampling
-was not truncated. EXPERTS: MoE experts; all -1 if unknown."""
+"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived top-k, top-p or min-p; all -1 without
+truncation. EXPERTS: MoE experts; all -1 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block with one row: a sample's tokens so far, which are earlier turns, prompt and response. `parts`: pieces of the response,
-    whose dummy first tokens are dropped."""
+    """Return a block with one row: a sample's tokens so far (earlier turns, prompt and response). `parts`: pieces of the response, whose
+    dummy first tokens are dropped."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

@@ -16,8 +16,8 @@ BATCH_BYTES = 64 << 20
 """Bytes of sample files that are indexed in one transaction. Newest files are indexed first."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""Columns of the index. NUMBERS: to sort by, or to filter by minimum and maximum; `reward` and `advantage` come from the run's credit/
-files. WORDS: to filter by value; `kind` is `step` (training) or `validation`."""
+"""Columns of the index. NUMBERS: to sort by, or to filter by minimum and maximum; `reward` and `advantage` are from credit/. WORDS: to
+filter by value; `kind` is `step` (training) or `validation`."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,

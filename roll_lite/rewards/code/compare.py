@@ -21,7 +21,7 @@ def same_output(expected: str, printed: str, compare: Compare, tolerance: float)
 
     exact: equal in every character. lines: equal by line, ignoring white space at line ends and empty lines at the end. numeric: equal word
     by word; two integers must be equal; if only the expected number is an integer, the absolute error may be at most `tolerance`;
-    otherwise, the relative or the absolute error. auto: as lines, but a line whose expected text has a decimal point is compared as
+    otherwise, the relative or the absolute error. auto: as lines, but lines whose expected text has a decimal point are compared as
     numeric, and an absolute error must also be at most a hundredth of the expected number.
     """
     if compare == "exact":
@@ -63,8 +63,8 @@ def _close(wanted: float, found: float, relative: float, absolute: float) -> boo
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """Return True if two values are equal as JSON: sequences are lists, keys of dicts are strings. `tolerance`: maximum relative error if
-    the expected number is not an integer."""
+    """Return True if two values are equal as JSON (sequences as lists, keys as strings). `tolerance`: maximum relative error if the
+    expected number is not an integer."""
     if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)

@@ -106,8 +106,8 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find each test's names that the program must define. Raise ValueError if the tested function is unclear. A builtin such as `abs` is
-    such a name only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
+    """Find the names that the program must define, by test. Raise ValueError if the tested function is unclear. A builtin such as `abs`
+    counts only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]
