@@ -47,7 +47,7 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 class HubPath(PosixPath):
     """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
-    receiving node finds or downloads the files in its own cache."""
+    receiving node uses its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))

@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has several rows if its agent's conversation branched, otherwise one. A batch has the column
-`branch` only if one of its samples has several rows."""
+"""Map samples to training rows. A sample has several rows if its agent's conversation branched; a batch has the column `branch` only if a
+sample has several."""
 
 from __future__ import annotations
 

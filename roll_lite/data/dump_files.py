@@ -41,7 +41,7 @@ class DumpHeader:
     tokenizer: str
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """{domain: its number of training `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response) in
+    """{domain: number of training `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response) in
     tokens}. Older dumps lack `longest_row`."""
     baselines: bool
     stats: dict[str, Any]

@@ -68,8 +68,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
-    is one by itself."""
+    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens, or a single
+    row."""
 
     tokens: int
     rows: int | None = None
@@ -94,7 +94,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Groups rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row is one by itself."""
+    """Groups rows of similar length into micro-batches of at most `tokens` tokens, padding included, or of a single row."""
 
     tokens: int
     rows: int | None = None

@@ -201,8 +201,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with the permissions that the umask allows; safetensors itself sets 0600. The file appears only when it is
-    complete."""
+    """Write a safetensors file with the permissions of the umask (safetensors itself sets 0600). The file appears only when complete."""
     from safetensors.torch import save_file
 
     partial = path.with_name(f"{path.name}.partial")

@@ -152,8 +152,7 @@ class Completion:
     accepted: int = 0
     """Number of drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """int16 [tokens, expert layers * experts per token]: experts of prompt and response tokens, without the last token, which was not
-    processed."""
+    """int16 [tokens, expert layers * experts per token]: experts of prompt and response tokens, without the unprocessed last token."""
 
 
 class Turn(NamedTuple):

@@ -49,8 +49,8 @@ class SupervisedRows:
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the token ids of a row, and the mask of tokens to learn: the answer and the end of sequence or, without an answer column,
-        all tokens."""
+        """Return a row's token ids, and the mask of tokens to learn: the answer and the end of sequence or, without an answer column,
+        all."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)

@@ -129,8 +129,8 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop string
-        that was found or None)."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Return (message, stop string
+        found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
@@ -194,7 +194,7 @@ def _reward(result: Any) -> float:
 
 def command_agent(command: Sequence[str]) -> Agent:
     """Build an agent that runs a program. The program gets the task as JSON on standard input and the endpoint in environment variables;
-    its last line of output is the result."""
+    its last output line is the result."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(

@@ -19,7 +19,7 @@ from roll_lite.data.samples import EpisodeRecord, FinishReason
 from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messages_from
 
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
-"""A call hangs if it still runs STUCK_AFTER_S after its caller gave up. With STUCK_THREADS hanging calls, the worker is replaced, because
+"""A call hangs if it still runs STUCK_AFTER_S after its caller gave up. With STUCK_THREADS such calls, the worker is replaced, because
 Python cannot end threads."""
 
 
@@ -83,7 +83,7 @@ class Ended(NamedTuple):
     episode: int
     record: EpisodeRecord
     finish_reason: FinishReason | None
-    """Limit that ended the episode, or STOP if an agent ended by itself; otherwise None."""
+    """Limit that ended the episode, or STOP if an agent ended by itself; else None."""
 
 
 class Failed(NamedTuple):

@@ -1,7 +1,7 @@
-"""Render an episode's messages to tokens. Sampled responses keep their tokens; only the text after them is rendered and tokenized.
+"""Render an episode's messages to tokens.
 
-Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it spells one, it is split after the first
-character and tokenized in parts.
+Sampled responses keep their tokens; only the text after them is rendered and tokenized. Text of users, tools and environments never becomes
+an added token such as `<|im_end|>`: where it spells one, it is split after the first character and tokenized in parts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Content of the dummy assistant message that stands for a response when the template is rendered. Letters and digits, which trimming and
-JSON leave unchanged."""
+"""Content of the dummy assistant message that stands for a response when the template is rendered. Trimming and JSON leave letters and
+digits unchanged."""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
@@ -63,7 +63,7 @@ class ChatRenderer:
         self._setting = setting
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools for rendering what follows a response; None, which is faster, if they make no difference there."""
+        """Tools for rendering continuations; None, which is faster, if they make no difference there."""
         self._needs_calls = bool(tools)
         """Whether the dummy response before tool results must have tool calls, because the template renders the results differently
         otherwise."""

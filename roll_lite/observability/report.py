@@ -20,7 +20,6 @@ from roll_lite.observability.run_folder import CONFIG_FILE
 OVERALL = "overall"
 SUMMARY_FILE = "summary.json"
 EVALUATION_FILE = "evaluation.json"
-"""Results of `mode: evaluate`."""
 HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)", re.DOTALL)
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 

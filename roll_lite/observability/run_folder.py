@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder with the experiment's runs; with `checkpoint.store`, the folder in the store with their checkpoints."""
+    """Return the folder with the experiment's runs or, with `checkpoint.store`, with their checkpoints in the store."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -81,8 +81,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Remove what a run that resumes after `step` writes again: records of later steps, and of validations at `step` and later. `files`:
-    JSON-lines files to cut. `folders`: also remove files and folders named after these steps."""
+    """Remove what a run that resumes after `step` writes again: later steps, and validations from `step` on. `files`: JSON-lines files to
+    cut. `folders`: also remove files and folders named after these steps."""
     for name in files:
         if not (folder / name).exists():
             continue

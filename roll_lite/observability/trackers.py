@@ -113,7 +113,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps metrics in memory by step. Records are replaced, never changed: another thread may read them."""
+    """Keeps metrics in memory by step. Records are replaced, never changed, since another thread may read them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}

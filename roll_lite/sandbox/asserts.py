@@ -47,7 +47,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For a function or class, abort the test, which then runs again in the program's process."""
+        """Return a method of a Solution object. For a function or class, abort the test; it then runs again in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):
@@ -184,7 +184,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Return the program's exception for the tests: an instance of the first class in its MRO that exists in this process."""
+    """Return the program's exception for the tests, as the first class of its MRO that exists in this process."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

@@ -1,5 +1,5 @@
 """File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
-namespace, the folder's size is measured from outside."""
+namespace, its size is measured from outside."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (paths in which nothing is hidden, folders that contain hidden paths and may therefore only be listed)."""
+    """Return (paths in which nothing is hidden, folders with hidden paths, which may only be listed)."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):

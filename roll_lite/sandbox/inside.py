@@ -49,7 +49,7 @@ def replaced_by(source: str) -> set[str]:
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`: they count even if the program catches them."""
+    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`, even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -109,7 +109,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Fail the test if the `with` block did not run to its end: a context manager of the program can suppress a failed assertion."""
+        """Fail the test if the `with` block did not run to its end: the program's context manager can suppress a failed assert."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -240,7 +240,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes, which may be new. Return the value."""
+    """Guard the operators of a value's class and of its items' classes. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]

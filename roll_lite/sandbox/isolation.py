@@ -131,7 +131,7 @@ def _is_root_of_machine() -> bool:
 
 def _become_nobody() -> bool:
     """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start under another
-    user id. Raise PermissionError if that is not allowed either."""
+    user id. Raise PermissionError if that is forbidden too."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

@@ -147,8 +147,7 @@ class Sandbox:
     """Preloaded interpreter (zygote.py) that runs programs, one at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try. `readable`: further folders that programs may read. `python_path`: folders from which they
-        may also import."""
+        """`walls`: strongest isolation to try. `readable`: further folders that programs may read; `python_path`: also for imports."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
         # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
@@ -281,7 +280,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox unless it is running. Raise SandboxTrouble if it does not start, or lacks a protection it had before."""
+        """Start the sandbox unless it runs. Raise SandboxTrouble if it does not start, or lacks a protection it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections

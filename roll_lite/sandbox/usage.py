@@ -152,8 +152,8 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count would
-        include other programs."""
+        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, as other programs'
+        would count."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -179,8 +179,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended, since /proc/PID then shows no memory;
-    otherwise ""."""
+    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended (/proc/PID then shows no memory); else ""."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

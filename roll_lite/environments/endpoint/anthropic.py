@@ -12,8 +12,8 @@ from roll_lite.environments.base import Message
 from roll_lite.environments.endpoint.api import ApiRequest, ChatReply, ChatRequest, Json, Text, call_of
 
 _MALFORMED = "INVALID_JSON"
-"""Key under which the text of arguments stands if it is not valid JSON, because `input` of a tool call must be an object. The name is from
-Anthropic's documentation."""
+"""Key for the text of arguments that are not valid JSON, because `input` of a tool call must be an object. The name is from Anthropic's
+documentation."""
 
 
 class _ThreadError(ValueError):

@@ -33,8 +33,8 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Parameters that make a request fail: (names, harmless value, remedy). The harmless value and empty values such as null and 0 are
-allowed."""
+"""Parameters that make a request fail: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones such as null
+and 0."""
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ class Run:
         return self._records
 
     def series(self, names: Collection[str], every: int = 1) -> dict[str, Any]:
-        """Return `steps` and `values`, {metric: value at each step, None if missing}. A name that ends with `/` selects all metrics with
-        this prefix. `every`: keep each n-th step, and the last."""
+        """Return `steps` and `values`, {metric: value at each step, None if missing}. A name ending with `/` selects all metrics with this
+        prefix. `every`: keep each n-th step, and the last."""
         prefixes = tuple(name for name in names if name.endswith("/"))
         records = dict(sorted(self.records().items()))
         steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]

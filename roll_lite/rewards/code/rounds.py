@@ -188,7 +188,7 @@ class Rounds:
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
     """True if the tests fit a function that changes its first argument in place, as in LeetCode: first arguments and expected values are
-    lists, and some differ."""
+    lists, some different."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

@@ -45,8 +45,8 @@ UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bi
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer in a response, or "". `in_words`: the reference answer is in words; return text up to the end of its line instead
-    of a formula."""
+    """Return the answer in a response, or "". `in_words`: the reference is in words; return text up to its line's end instead of a
+    formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]

@@ -103,7 +103,7 @@ def library() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Return True if two quantities are equal: exactly, or within the tolerances if one of them is a decimal. None if their units are
+    """Return True if two quantities are equal: exactly or, if one is a decimal, within the tolerances. None if their units are
     incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:

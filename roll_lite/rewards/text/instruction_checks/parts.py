@@ -31,8 +31,7 @@ def visible(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text after . ! ? before white space, except in abbreviations. A part without letters or digits joins the sentence before
-    it."""
+    """Split a text after . ! ? before white space, except in abbreviations. Parts without letters or digits join the previous sentence."""
     spans: list[tuple[int, int]] = []
     start = 0
     last = len(text.rstrip())
