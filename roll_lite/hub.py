@@ -121,7 +121,7 @@ def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
 
 
 def fetch(path: Path, tell: Tell = _to_stderr) -> None:
-    """Download the missing files of a model from the hub, weights included. For any other path, do nothing."""
+    """Download the missing files of a hub model, weights included. For any other path, do nothing."""
     if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
         _download(found, tell)
 

@@ -90,7 +90,7 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Function that returns the value in a row, or raises RowError if the value cannot be used."""
+    """Function that returns a row's value, or raises RowError if it cannot be used."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:

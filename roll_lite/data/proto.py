@@ -103,7 +103,7 @@ class DataProto:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """[rows] int64: number of tokens of each row, prompt and response together."""
+        """[rows] int64: number of prompt and response tokens."""
         for name, column in self.columns.items():
             if isinstance(column, Ragged):
                 return column.lengths if KEYS[name].kind is Kind.TOKENS else column.lengths + 1

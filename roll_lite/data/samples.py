@@ -169,7 +169,7 @@ class Turn(NamedTuple):
     cached_tokens: int = 0
     tokens: TokenRow | None = None
     engines: tuple[int, ...] = ()
-    """Numbers of the engines that sampled the response, in order; several if it was interrupted and continued elsewhere."""
+    """Numbers of the engines that sampled the response, in order; several after interruptions."""
     ids: bytes = b""
     """int32 token ids of the response, if requested."""
     drafted: int = 0

@@ -61,7 +61,7 @@ class NodeWorker(Worker):
 
 
 def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
-    """Yield a table of the cluster's nodes, and diagnoses of each node and of the links between nodes."""
+    """Yield a table of the cluster's nodes, and diagnoses of nodes and links."""
     with ray_session(RayConfig(address=address), None):
         alive = sorted(
             (node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id()

@@ -33,7 +33,7 @@ class Renderer(Protocol):
         ...
 
     thinking: bool
-    """True if the generation prompt already opens the thoughts (<think>), so that responses lack the opening tag."""
+    """True if the generation prompt opens the thoughts (<think>), so that responses lack the opening tag."""
 
     def text(self, text: str) -> list[int]:
         """Tokenize a whole prompt without a template."""

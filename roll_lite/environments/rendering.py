@@ -36,7 +36,7 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Schema in place of tools that are not known yet: those of agents, and those that need a started sandbox or index."""
+"""Schema in place of unknown tools: those of agents, and those that need a started sandbox or index."""
 
 
 class ChatRenderer:
@@ -65,8 +65,7 @@ class ChatRenderer:
         self._later_tools = self._tools
         """Tools for rendering continuations; None, which is faster, if they make no difference there."""
         self._needs_calls = bool(tools)
-        """Whether the dummy response before tool results must have tool calls, because the template renders the results differently
-        otherwise."""
+        """Whether the dummy response before tool results must have tool calls, as the template renders results differently otherwise."""
         self._closing = self._after([], prompt=False)
         """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
@@ -133,7 +132,7 @@ class ChatRenderer:
                 start = number + 1
 
     def _check(self) -> None:
-        """Raise ValueError if the template leaves out new messages or tools. Find out whether continuations need calls and tools."""
+        """Raise ValueError if the template leaves out new messages or tools. Find out what continuations need."""
         if self._tools and self._render([QUESTION], self._tools) == self._render([QUESTION], None):
             raise ValueError(f"{self._setting}: the chat template ignores tools; {self._remedy}, or leave out the tools")
         kinds = [NEXT, RESULT] if self._tools else [NEXT]

@@ -284,8 +284,7 @@ class Starter:
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
-        """Return ids of the nodes for reward workers: the driver's and the trainers'. On an engine's node, reward workers would be lost
-        with that node."""
+        """Return ids of the driver's and the trainers' nodes: on an engine's node, reward workers would be lost with the node."""
         trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
         return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
 

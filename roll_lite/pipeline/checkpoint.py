@@ -233,7 +233,7 @@ class Checkpoints:
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
         """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. If the checkpoint
-        is damaged and the run continues in its own folder, mark it as damaged and load the previous one."""
+        is damaged and the run continues in its own folder, mark it and load the previous one."""
         if self._config.checkpoint.source is None:
             return None
         folder = resumption(self._config.checkpoint.source).checkpoint

@@ -72,8 +72,8 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote in `folder` on other nodes to this folder on the driver's node. `names`: file names of each rank.
-        `nodes`: addresses of the other nodes."""
+        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to this folder on the driver's node. `names`: file names of
+        each rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)

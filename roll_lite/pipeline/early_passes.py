@@ -70,7 +70,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's key (group, index in the group, branch), which unlike its sample number is the same in a part of the batch and in
-    the whole batch."""
+    """Return each row's key (group, index in the group, branch): the same in a part of the batch and in the whole batch, unlike its sample
+    number."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

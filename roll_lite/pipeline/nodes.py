@@ -41,7 +41,7 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder whose files must be the same on all nodes of `roles`. `setting`: the setting that names the folder."""
+    """Folder, named by `setting`, whose files must be the same on all nodes of `roles`."""
 
     setting: str
     folder: Path

@@ -80,8 +80,7 @@ class RLVRPipeline:
         self.kl_coefs: dict[str, float] = {}
         """KL coefficients of this step: `kl_in_reward` and `kl_in_loss`. The KL measured in this step changes them for the next."""
         self.compare_later: Callable[[], None] | None = None
-        """Comparison of engines and trainer to make at the end of the step, so that a pause (`on_mismatch: pause`) does not interrupt an
-        update."""
+        """Comparison of engines and trainer to make at the end of the step, so that a pause does not interrupt an update."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -400,7 +399,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Return, by name, the driver's objects whose state is saved in checkpoints, in addition to `steps_done` and `version`."""
+        """Return, by name, the driver's objects whose state checkpoints save, besides `steps_done` and `version`."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

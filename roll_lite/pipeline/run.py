@@ -37,7 +37,7 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
 """Phases that take about the same time in every step."""
 LEAST_HANG_S = 300.0
-"""Minimum, in seconds, of time limits from `limits.hang_factor`: the time of short phases varies more."""
+"""Minimum, in seconds, of time limits from `limits.hang_factor`: short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 

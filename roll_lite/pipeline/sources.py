@@ -81,8 +81,7 @@ class BatchSource(ABC):
         empty."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return a checkpoint file's content with the samples in flight in `state`; empty if there are none. `within_s`: timeout in
-        seconds."""
+        """Return a checkpoint file's content with the samples in flight in `state`, or b"". `within_s`: timeout in seconds."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
@@ -113,7 +112,7 @@ class LiveRollouts(BatchSource):
     """Addresses of the judges' servers: {name of the judge: [address of each rank]}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
-    """{name of a lost judge that does not serve again yet: time of its loss}."""
+    """{name of a lost judge: time of its loss}, until it serves again."""
 
     def prepare_service(self) -> Pending[None]:
         """Wait until the rollout service has read its data and tested the rewards. Then start it, and return the pending call."""

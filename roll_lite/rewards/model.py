@@ -114,5 +114,5 @@ class ModelReward(RewardType):
 
 
 def zero_base(sample: RewardInput) -> float:
-    """Return 0: the score of the reward model is added later."""
+    """Return 0: the reward model's score is added later."""
     return 0.0

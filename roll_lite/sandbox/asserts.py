@@ -184,7 +184,7 @@ def import_modules(statements: list[str]) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """Return the program's exception for the tests, as the first class of its MRO that exists in this process."""
+    """Recreate the program's exception, as the first class of its MRO that exists in this process."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)

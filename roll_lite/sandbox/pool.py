@@ -33,7 +33,7 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Attempts to start a sandbox. A loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
+"""Attempts to start a sandbox: a loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Program:
     artifact: bytes = b""
     """Compiled program, passed as file descriptor 4."""
     address_space: bool = True
-    """Whether to limit the address space. False for interpreters that reserve far more than they use."""
+    """Limit the address space; False for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 

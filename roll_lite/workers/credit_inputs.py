@@ -49,7 +49,7 @@ class CreditInputs:
     policy_tokens: torch.Tensor
     """[B] int64: number of the row's tokens that the policy chose."""
     truncated: torch.Tensor
-    """[B] bool: the response was cut off (at max_tokens or at the maximum of turns)."""
+    """[B] bool: the response was cut off at the maximum of tokens or turns."""
     train_weight: torch.Tensor
     """[B] float32: 0 for samples not trained on."""
     everyone: SampleTable

@@ -30,7 +30,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds, beyond `turn_timeout_s`, that a worker has to report a timeout. Then the worker counts as lost."""
+"""Seconds, beyond `turn_timeout_s`, until a worker that reports no timeout counts as lost."""
 
 
 class EnvironmentWorker:

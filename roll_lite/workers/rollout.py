@@ -373,13 +373,12 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return a checkpoint file's content with the samples unfinished in `state`; b"" if there are none."""
+        """Return a checkpoint file's content with the samples unfinished in `state`, or b""."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state. `unfinished`: content of the checkpoint's file of unfinished samples. Return the number of samples that
-        continue."""
+        """Restore a state. `unfinished`: checkpoint file content with the unfinished samples. Return how many continue."""
         saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))

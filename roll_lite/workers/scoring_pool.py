@@ -1,5 +1,3 @@
-"""Pool of workers that score samples with reward functions or models."""
-
 from __future__ import annotations
 
 import asyncio
@@ -28,7 +26,7 @@ class ScoringJob(Generic[Item, Result]):
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples, taken by free workers."""
+    """Queue of samples that free workers score with reward functions or models."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)

@@ -18,7 +18,7 @@ documentation."""
 
 class _ThreadError(ValueError):
     code = "thread_unsupported_request"
-    """Error code that makes Anthropic's client send the whole conversation instead of a reference to a stored one."""
+    """Error code that makes Anthropic's client send the whole conversation instead of a reference to it."""
 
 
 class _Block(BaseModel):
