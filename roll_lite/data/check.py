@@ -212,11 +212,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield the rows of all shards (files) of one path; columns that were not read hold _NOT_READ.
-
-    Of a shard's first TABLE_ROWS rows, all configured columns are read; of later rows, up to SCANNED_ROWS, only the tag. From the first
-    shard on that lacks a configured column, only the tag is read; without a tag, a shard yields a single row without values.
-    """
+    """Yield the rows of all shards (files) of one path; columns that were not read hold _NOT_READ. Of a shard's first TABLE_ROWS rows, all
+    configured columns are read; of later rows, up to SCANNED_ROWS, only the tag."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     lacks_columns = False

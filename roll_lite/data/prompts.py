@@ -1,5 +1,3 @@
-"""Read, check and tokenize a domain's prompts, and serve them in a seeded, resumable order."""
-
 from __future__ import annotations
 
 import hashlib

@@ -230,8 +230,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Tokenizes text of users and tools without added tokens: `guard` marks where a text spells such a token; `encode` splits the text at
-    the marks and tokenizes the parts."""
+    """Tokenizes text of users and tools as plain text, even where it spells an added token such as `<|im_end|>`: `guard` marks where to
+    split the spelling, `encode` tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder

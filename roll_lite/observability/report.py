@@ -1,5 +1,3 @@
-"""Write summary.json. During the run, redraw curves.png and write report.html."""
-
 from __future__ import annotations
 
 import hashlib

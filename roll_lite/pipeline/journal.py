@@ -101,7 +101,7 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Messages printed so far. Key: (place, text without numbers). Value: (number of occurrences, full text of the first)."""
+        """{(place, text without numbers): (number of occurrences, full text of the first)} of printed messages."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)

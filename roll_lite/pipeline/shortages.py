@@ -20,7 +20,7 @@ LEAST_FILES = 512
 SPARE_FILES = 64
 """Files that the driver keeps open until a run ends: closing them lets it record the end if too many files are open."""
 LEAST_SHARED = 16 << 20
-"""Bytes in /dev/shm that an engine needs for queues and semaphores. Ray's objects may go to /tmp instead."""
+"""Bytes in /dev/shm that an engine needs for queues and semaphores."""
 
 
 def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:

@@ -1,5 +1,3 @@
-"""Workers with a model behind a train strategy: base class, reference and critic."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
