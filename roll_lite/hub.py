@@ -37,7 +37,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""{split: words in file names that tell the split}, as is usual on Hugging Face."""
+"""{split: words in file names that tell the split}."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([^?]+))?(?:\?(.*))?")
 _BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(\?revision=.+)?")

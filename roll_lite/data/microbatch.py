@@ -189,7 +189,7 @@ class MicroBatchPlan:
 
 def padded(rows: DataProto) -> MicroBatch:
     """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
-    tokens count in the loss. An empty batch is padded to T = 2, for the losses."""
+    tokens count in the loss. An empty batch is padded to T = 2, so that losses work on it."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

@@ -77,7 +77,7 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Whether the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
+    """True if the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
 
 
 class TokenRow(NamedTuple):
@@ -312,7 +312,7 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """Whether the response is correct; None: it is if value >= 1 - 1e-6."""
+    """True if the response is correct; None: it is if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
@@ -335,7 +335,7 @@ class Sample:
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
-    """Whether generation timed out; the transcript is then partial."""
+    """True if generation timed out; the transcript is then partial."""
     asked: float | None = field(default=None, compare=False)
     """Time of the first request, on the event loop's clock in seconds."""
     generated: float | None = field(default=None, compare=False)

@@ -116,7 +116,7 @@ class Policy:
     def __init__(self, number: int, renderer: Renderer, limits: Limits, room: int, ask: Callable[[Ask], None]) -> None:
         self.messages: list[Message] = []
         self.correct: bool | None = None
-        """Whether the task was solved; None: the score decides."""
+        """True if the task was solved; None: the score decides."""
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
         self.answer: str | None = None

@@ -23,7 +23,8 @@ from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 GRACE_S = 2.0
 """Seconds, beyond `timeout_s`, that interrupted code has to end."""
 CPU_CALLS = 100
-"""CPU time limit over an interpreter's life, as a multiple of `timeout_s`, the limit of one call. It is paused between calls."""
+"""CPU time limit over an interpreter's life, as a multiple of `timeout_s`, the limit of one call. The interpreter is paused between
+calls."""
 LONGEST_S = 7 * 24 * 3600.0
 WRITE_FILES = """
 def write(files):

@@ -65,7 +65,7 @@ class ChatRenderer:
         self._later_tools = self._tools
         """Tools for rendering continuations; None, which is faster, if they make no difference there."""
         self._needs_calls = bool(tools)
-        """Whether the dummy response before tool results must have tool calls, as the template renders results differently otherwise."""
+        """True if the dummy response before tool results must have tool calls, as the template renders results differently otherwise."""
         self._closing = self._after([], prompt=False)
         """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]

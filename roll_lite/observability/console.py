@@ -49,7 +49,7 @@ class Cell:
 
 
 class _LastingConsole(Console):
-    """Console that stops printing when its reader is gone (`| head`, a closed terminal). The run continues."""
+    """Console that stops printing when its reader is gone (`| head`, a closed terminal)."""
 
     _shown = False
 

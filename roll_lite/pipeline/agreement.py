@@ -38,14 +38,14 @@ STALE_FLOOR = 0.05
 """Log-prob difference in nats that counts as rounding (FLOOR) for samples of older weights, in any precision."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
 """Limits of an engine's mean log-prob difference: FACTOR times the median of earlier steps, and FACTOR times the mean of the other engines.
-STALE_FACTOR is FACTOR for samples of older weights."""
+For samples of older weights, the factor is STALE_FACTOR."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
 """Minimum tokens for a comparison (LEAST_TOKENS) of samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
-"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once SUDDEN times
-the limit: differences vary much there."""
+"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once exceeds
+SUDDEN times the limit, because their differences vary much."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Steps in the median that FACTOR multiplies: the latest MOST_STEPS. With fewer than LEAST_STEPS (LEAST_STALE_STEPS for samples of older
 weights), there is no comparison with the median."""

@@ -23,7 +23,7 @@ RUNS = 0.1
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
 """Shell command that blocks all traffic leaving the node for $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
-"""Shell command that fails where CUT would, by a harmless routing rule."""
+"""Shell command that fails where CUT would: adds and removes a harmless routing rule."""
 
 
 @contextmanager

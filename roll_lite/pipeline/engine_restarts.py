@@ -174,7 +174,8 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Make started replacements newcomers (see the class). With `offload: true`, offload `parts` of their memory."""
+        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload `parts` of their
+        memory."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]

@@ -59,7 +59,7 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 UPDATES_FILE = "updates.jsonl"
 SPANS_FILE = "spans.jsonl"
 MOST_RANKS = 32
-"""Number of training ranks, for each role, whose spans are written to SPANS_FILE."""
+"""Number of training ranks per role whose spans are written to SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""

@@ -252,7 +252,7 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """After the block, copy the logs of nodes that do not share the run folder into the driver's run folder."""
+    """Copy the logs of nodes that do not share the run folder into the driver's run folder, after the block."""
 
     def read(folder: Path, most: int) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}

@@ -98,7 +98,7 @@ class Outcome:
     stdout: bytes
     stderr: bytes
     result: bytes
-    """What the program wrote to file descriptor 3."""
+    """Output of the program to file descriptor 3."""
     seconds: float
     cpu_s: float
 

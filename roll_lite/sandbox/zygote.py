@@ -105,7 +105,7 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
 
 class Zygote:
     def __init__(self, line: socket.socket, isolation: Isolation, readable: list[str], folder: str, group: Group | None) -> None:
-        """`folder`: folder that contains the folders of programs; "" with namespaces."""
+        """`folder`: parent of the programs' folders; "" with namespaces."""
         self._line = line
         self._isolation = isolation
         self._readable = readable

@@ -18,8 +18,8 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of each piece of an unfinished response: token blocks store no log-prob for a row's first token, so that of a real
-token would be lost."""
+"""Dummy first token of each piece of an unfinished response: token blocks store no log-prob for a row's first token, so without the dummy,
+a real token's log-prob would be lost."""
 
 
 TURN_LINGER_S = 0.005

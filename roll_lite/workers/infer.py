@@ -140,8 +140,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Without `folder`, start recording a profile of the engine's workers; with `folder`, stop and write it there. Return an error text
-        for each worker, empty on success."""
+        """Start recording a profile of the engine's workers or, with `folder`, stop and write it there. Return an error text for each
+        worker, empty on success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:

@@ -65,7 +65,7 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """One data parallel rank's part of a training step: its rows (`shard`), and the samples of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`), and the samples of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]

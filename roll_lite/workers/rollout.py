@@ -77,7 +77,7 @@ class RolloutBatch:
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
     """{"reward" or "environment": {domain: number of workers that were replaced since the last batch}}."""
     silences: list[float] = field(default_factory=list)
-    """For each engine lost since the last batch, seconds from its last answer to its loss."""
+    """Seconds from the last answer to the loss of each engine lost since the last batch."""
     ledger: bytes = b""
     state: dict[str, Any] = field(default_factory=dict)
 
