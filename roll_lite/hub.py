@@ -127,8 +127,7 @@ def fetch(path: Path, tell: Tell = _to_stderr) -> None:
 
 
 def config_notation(path: Path) -> str:
-    """Return the path as a configuration would name it: for a path in the hub cache, hf:// with name and commit; any other path
-    unchanged."""
+    """Return the path as a configuration names it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)

@@ -34,7 +34,7 @@ from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
 """Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), or TABLE_ROWS if a preset converts it. In Parquet and Arrow
-files, after TABLE_ROWS only the tag is checked."""
+files, after TABLE_ROWS rows only the tag is checked."""
 NAMED_LINES = 5
 
 

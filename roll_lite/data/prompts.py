@@ -263,8 +263,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Raise ValueError if its number of prompts, seed or domain differs, or if the domain mixed several
-        files by shares then. Prompts are not compared."""
+        """Continue from a saved state. Raise ValueError if its number of prompts, seed or domain differs, or if it is of a domain that
+        mixed several files by shares. Prompts are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

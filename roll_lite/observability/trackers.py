@@ -190,7 +190,7 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call. A call may take ten times as many metrics."""
+"""Maximum parameters per MLflow call; of metrics, ten times as many are allowed."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
 """Maximum spans that wait to be sent; further ones are dropped."""

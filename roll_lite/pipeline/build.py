@@ -155,7 +155,7 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
-    """Initialize workers, in parallel if they stay loaded. `offloaded`: reward models that do not stay loaded."""
+    """Initialize workers, in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
     initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return

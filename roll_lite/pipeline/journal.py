@@ -70,7 +70,7 @@ SHOWN_EVERY = 10
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Numbers, and words with digits, which are ignored when two messages are compared."""
+"""Numbers and words with digits, ignored when messages are compared."""
 
 SOLVED = {
     "none": (-1.0, 0.0),

@@ -81,8 +81,8 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record each mini-batch's samples and its outcome for each role: trained, skipped (not finite) or stopped (early). `updates`:
-        {role: [data parallel rank][update]}."""
+        """Record each mini-batch's samples and its outcome for each role: trained, skipped (not finite) or stopped (training had ended
+        early). `updates`: {role: [data parallel rank][update]}."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):

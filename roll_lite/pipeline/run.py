@@ -131,7 +131,7 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 class Interruption:
     """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) first saves its
-    state. Signals ignored at the start, as with nohup, stay ignored."""
+    state. Signals ignored at the start (nohup) stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves

@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory, before a run and behind its failure."""
+"""Detect a lack of open files, shared memory or memory, before a run and as cause of its failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.distributed.session_guard import SHARED
 LEAST_FILES = 512
 """Open files that one process of a small run may need."""
 SPARE_FILES = 64
-"""Files that the driver keeps open until a run ends: closing them lets it record the end if too many files are open."""
+"""Files that the driver keeps open until a run ends: closing them lets the driver record the end if too many files are open."""
 LEAST_SHARED = 16 << 20
 """Bytes in /dev/shm that an engine needs for queues and semaphores."""
 

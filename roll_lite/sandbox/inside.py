@@ -151,7 +151,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 def _guard_unittest(failed: list[str]) -> None:
     """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
-    attributes are, whatever `__eq__` says."""
+    attributes are."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:

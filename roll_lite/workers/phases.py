@@ -32,7 +32,7 @@ REMEDIES = {
 }
 """{phase: settings to change if GPU memory runs out in it}."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
-"""Advice after that of REMEDIES, for any phase in which GPU memory runs out."""
+"""Advice for running out of GPU memory in any phase, appended to the phase's own in REMEDIES."""
 
 
 @dataclass

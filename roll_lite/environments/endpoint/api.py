@@ -72,8 +72,8 @@ class Session(Protocol):
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Return a reply in the form in which clients repeat it. The text of a malformed tool call becomes its arguments or, if the call has no
-    name, part of the content."""
+    """Return a reply in the form in which clients repeat it. The text of a malformed tool call becomes the call's arguments or, if the call
+    has no name, part of the content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:

@@ -13,7 +13,7 @@ INDEX_FILE = "view.duckdb"
 OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
 """Settings that keep DuckDB from downloading extensions."""
 BATCH_BYTES = 64 << 20
-"""Bytes of sample files that are indexed in one transaction. Newest files are indexed first."""
+"""Bytes of sample files that are indexed in one transaction."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
 """Columns of the index. NUMBERS: to sort by, or to filter by minimum and maximum; `reward` and `advantage` are from credit/. WORDS: to

@@ -101,7 +101,7 @@ class Run:
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
         """Return the tokens of a group's samples as {sample index: one dictionary per training row}. Dictionaries have lists with an entry
-        per token: `texts`, `chosen` (by the policy), and recorded columns of PER_TOKEN."""
+        per token: `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:

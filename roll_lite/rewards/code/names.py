@@ -1,5 +1,5 @@
-"""Find which names in a test's asserts the program must define, and whether the test can run outside the program's process. Only tests are
-read: a program could redefine `abs`, or choose where it is tested."""
+"""Find which names in asserts a program must define, and whether a test can run outside the program's process. Only tests are read: a
+program could redefine `abs`, or choose where it is tested."""
 
 from __future__ import annotations
 
