@@ -61,7 +61,8 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. The others make no environments and start no servers: a run's workers do so before it trains."""
+"""Checks of `roll-lite check`. Other commands check without making environments or starting servers: a run's workers do so before it
+trains."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
@@ -153,7 +154,7 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration again, with missing values allowed and without checks of files. If that fails too, return the valid part that
+    """Load the configuration again, allowing missing values and without checks of files. If that fails too, return the valid part, which
     `error` holds."""
     try:
         return _loaded(parsed, overrides, (), files=False)
@@ -177,7 +178,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
 
 
 def _tables(config: RunConfig) -> str:
-    """Return derived values, placement and notes; a table that needs a missing value is left out."""
+    """Return derived values, placement and notes as text. A table that needs a missing value is left out."""
     of_machine = [f"{path}: {message}" for one in (*OF_MACHINE, agents_tools) for path, message in readable(one(config))]
     parts = []
     for part in (lambda: render(derive(config)) if config.mode != "evaluate" else "", lambda: draw(config)):
@@ -188,7 +189,7 @@ def _tables(config: RunConfig) -> str:
 
 
 def _evaluation(parsed: argparse.Namespace, given: Sequence[str]) -> list[str]:
-    """Turn `roll-lite evaluate` into `roll-lite run` or, with several models, into a sweep: change `parsed` and return the overrides."""
+    """Turn the command `evaluate` into `run` or, with several models, into a sweep: change `parsed`, and return the overrides."""
     keys = [text.partition("=") for text in given]
     models = [text for text, (key, sign, _) in zip(given, keys, strict=True) if not sign or isinstance(parse_override(f"{key}=0"), Problem)]
     models = [text for text in models if not text.startswith(("+", "~"))]
@@ -234,7 +235,7 @@ def _alternatives(name: str, override: str) -> list[str]:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest`, which leads to another run once a run has started."""
+    """Replace a path through the link `latest` by its target, because a started run changes the link."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it

@@ -1,6 +1,6 @@
 """Read and write files, use folders in object stores, and change environment variables for a block.
 
-Errors are ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
+Reading raises ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXAMPLES = (Path(__file__).parent / "examples").resolve()
 """Shipped configurations, tiny model, toy data and rewards. In a checkout, a link to examples/."""
 CONFIGS = EXAMPLES / "configs"
 STARTERS = EXAMPLES / "starters"
-"""Folders that `roll-lite init` copies."""
+"""Folders from which `roll-lite init` copies."""
 DOCS = Path(__file__).parent / "docs"
 """Pages of the documentation. In a checkout, a link to docs/."""
 
@@ -168,8 +168,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for messages about a missing path. It tells that relative paths count from the current folder and, if a parent folder
-    has the path, names that folder."""
+    """Return a hint for messages about a missing path: relative paths count from the current folder. If a parent of the current folder has
+    the path, the hint names this parent."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""
@@ -205,7 +205,7 @@ def is_local(folder: Path) -> bool:
 
 @contextmanager
 def reaching(folder: Path) -> Iterator[None]:
-    """Turn errors in the block into StoreUnreachable if the folder is in an object store. ValueError stays as it is."""
+    """Turn errors in the block into StoreUnreachable if the folder is in an object store. ValueError is not changed."""
     try:
         yield
     except (ValueError, StoreUnreachable):
@@ -220,7 +220,7 @@ def reaching(folder: Path) -> Iterator[None]:
 
 
 def try_store(url: str) -> str | None:
-    """Write a file to a store and remove it. Return the error message, if any."""
+    """Write a file to a store and remove it. Return the error message; None if it worked."""
     folder = remote_folder(url)
     probe = folder / f".probe-{uuid.uuid4().hex}"
     try:

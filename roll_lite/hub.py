@@ -1,7 +1,8 @@
 """Hugging Face hub names in place of model folders and data files.
 
-While the driver loads a configuration (inside `online`), a name is resolved to a commit, missing files are downloaded, and the name becomes
-a path in this node's cache. Other nodes use their own caches (`HubPath`)."""
+While the driver loads a configuration (inside `online`), names are resolved to commits, missing files are downloaded, and names become
+paths in this node's cache. Other nodes use their own caches (`HubPath`).
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ Kind = Literal["model", "dataset"]
 Tell = Callable[[str], object]
 
 SCHEME = "hf:/"
-"""Prefix of hub names; Path drops the second slash of hf://."""
+"""Start of a hub name as a Path, which drops the second slash of hf://."""
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files. If a data set has several kinds, only the first in this order is read."""
+"""Suffixes of data files. If a data set has files with several of them, only those with the first one are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -36,7 +37,7 @@ SPLITS = {
     "test": "test testing eval evaluation",
     "held-out": "heldout holdout",
 }
-"""Split -> words in file names that tell the split, as usual on Hugging Face."""
+"""{split: words in file names that tell the split}."""
 _SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
 _NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/([^?]+))?(?:\?(.*))?")
 _BARE = re.compile(r"\w[\w.-]*/\w[\w.-]*(\?revision=.+)?")
@@ -46,7 +47,7 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 class HubPath(PosixPath):
     """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
-    receiving node finds or downloads the files in its own cache."""
+    receiving node uses its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _CACHED.search(str(self))
@@ -63,7 +64,7 @@ def _arrived(kind: Kind, owner: str, name: str, commit: str, rest: str | None) -
 
 @contextmanager
 def online(tell: Tell) -> Iterator[None]:
-    """Inside the block, let `located` resolve names and download models (without weights) and data. `tell`: receives progress messages."""
+    """Let `located` resolve names inside the block, and download models (without weights) and data. `tell`: receives progress messages."""
     token = _tell.set(tell)
     try:
         yield
@@ -72,8 +73,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the cache path of a hub name; None if `path` is a local path. A model's name needs no hf://, unless a path of that name, or a
-    folder with the name's first part, exists on this machine."""
+    """Return the path in the cache for a hub name; None for a local path. A model may be named `owner/name` without hf://, unless this
+    machine has that path or a folder `owner`."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -120,14 +121,13 @@ def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
 
 
 def fetch(path: Path, tell: Tell = _to_stderr) -> None:
-    """Download missing files, weights included, if the path is that of a hub model."""
+    """Download the missing files of a hub model, weights included. For any other path, do nothing."""
     if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
         _download(found, tell)
 
 
 def config_notation(path: Path) -> str:
-    """Return the path as a configuration would name it: for a path in the hub cache, hf:// with name and commit; any other path
-    unchanged."""
+    """Return the path as a configuration names it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -264,14 +264,14 @@ def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """Return the splits named in a file name, joined by "+"."""
+    """Return the splits that a file name tells, joined by "+"."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects, sorted. A configuration is a folder;
-    folders named `data` or after a split do not count as configurations. ValueError, with the choices, if none or several match."""
+    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects. A configuration is a folder, but not
+    one named `data` or after a split. Raise ValueError, with the choices, if none or several match."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

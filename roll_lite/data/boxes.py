@@ -8,12 +8,11 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Matches the content of a box that counts as empty: spaces, dots, or LaTeX space such as \quad. A response may quote such a box from its
-question."""
+r"""Content of a box that counts as empty: spaces, dots, or LaTeX space such as \quad. A response may quote such a box from its question."""
 
 
 def plain_boxes(text: str) -> str:
-    r"""Rewrite \fbox{}, and boxes without braces, as \boxed{}."""
+    r"""Rewrite \fbox{...}, and boxes without braces, as \boxed{...}."""
     return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
 
 

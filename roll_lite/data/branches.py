@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has one row, or several if its agent's conversation branched. A batch has the column `branch` only
-if one of its samples has several rows."""
+"""Map samples to training rows. A sample has several rows if its agent's conversation branched; a batch has the column `branch` only if a
+sample has several."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: pairs of a row and the rewards of all responses
-    of its sample, by turn."""
+    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its
+    sample, by turn)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return one row per sample: its first row, but with response_length summed over all its rows, their lowest min_version, highest
-    max_version and largest policy_tokens (the largest, since max_tokens limits each row)."""
+    """Return a batch with each sample's first row, in which response_length is the sum over the sample's rows, min_version their minimum,
+    and max_version and policy_tokens are their maximum (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

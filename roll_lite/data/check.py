@@ -33,8 +33,8 @@ from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), or TABLE_ROWS if a preset converts it. In a Parquet or Arrow
-file, rows after the first TABLE_ROWS are checked for their tag only."""
+"""Maximum rows checked: SCANNED_ROWS of a file or folder (about two seconds), or TABLE_ROWS if a preset converts it. In Parquet and Arrow
+files, after TABLE_ROWS rows only the tag is checked."""
 NAMED_LINES = 5
 
 
@@ -76,8 +76,8 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Report a training folder that contains validation files: held-out rows would be trained on. Not reported if the folder itself is also
-    given as validation data."""
+    """Report a training folder that contains validation files (held-out rows would be trained on), unless the folder is also given as
+    validation data."""
     train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
     for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
@@ -90,7 +90,7 @@ class _Column:
     setting: str
     name: str
     value_of: Callable[[Mapping[str, Any]], Any]
-    """Return a row's value; RowError if it is unusable."""
+    """Function that returns a row's value, or raises RowError if it cannot be used."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
@@ -132,10 +132,10 @@ class _Scan:
     columns: dict[str, None] = field(default_factory=dict)
     without: dict[str, list[str]] = field(default_factory=dict)
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Setting -> (row of its first bad value, message)."""
+    """{setting: (first row with a bad value, message)}."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """(unknown tag, file) -> (row of first use, message)."""
+    """{(unknown tag, file): (first row with the tag, message)}."""
 
     def check_row(self, row: Row, where: str) -> None:
         content = row.content
@@ -212,12 +212,8 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield rows of all shards (the files of one path). Columns that are not read hold _NOT_READ.
-
-    In the first TABLE_ROWS rows of a shard, all configured columns are read; in later rows, up to SCANNED_ROWS, only the tag. If a shard
-    lacks a configured column, only the tag is read in this shard and all later ones. If there is no tag to read either, a single row
-    without values stands for the shard.
-    """
+    """Yield the rows of all shards (files) of one path; columns that were not read hold _NOT_READ. Of a shard's first TABLE_ROWS rows, all
+    configured columns are read; of later rows, up to SCANNED_ROWS, only the tag."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     lacks_columns = False

@@ -41,8 +41,8 @@ class DumpHeader:
     tokenizer: str
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """Domain -> number of trained `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response) in
-    tokens. Older dumps lack `longest_row`."""
+    """{domain: number of training `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response) in
+    tokens}. Older dumps lack `longest_row`."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return step -> dump file. `path`: a folder of dumps, or a run's folder. If the run was resumed, dumps of its earlier steps come from
-    the run that it resumed from. ValueError if there are no dumps."""
+    """Return {step: dump file}. `path`: a folder of dumps or of a run. If that run had resumed, earlier dumps are from the run before it.
+    Raise ValueError if there are none."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -195,8 +195,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Check that settings which affect training equal those of the run that wrote the dumps. If they differ, this run's policy is not the
-    one that sampled, although old_log_probs `current` and `recompute` assume that it is."""
+    """Yield a problem if settings that affect training differ from those of the run that wrote the dumps: this policy is then not the one
+    that sampled, as `current` and `recompute` of old_log_probs assume."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -251,7 +251,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _as_in_header(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as dump headers store it. Raises Refused if a field that the comparison needs is invalid."""
+    """Return the configuration as headers of dumps store it. Raise Refused if a field that is compared is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _validate_all(getattr(config, name))
     return config.model_dump(mode="json")

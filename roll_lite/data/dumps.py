@@ -27,7 +27,7 @@ ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
 
 Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
-"""Fetch token blocks (tables of samples' tokens, workers/token_blocks.py) by reference; None for a lost block."""
+"""Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for references; None for a lost block."""
 
 DESCRIPTION = {
     "sample": pa.int64(),
@@ -65,7 +65,7 @@ KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
 LONGEST_COLUMN = 1000
 """Maximum characters stored of a data column's value."""
 UNKNOWN = {"format_ok": False}
-"""Column -> value to train with where a dump has null."""
+"""{column: value that is used in training where the dump has null}."""
 
 
 # ---------------------------------------------------------------- writing
@@ -101,8 +101,8 @@ def write_dump(
     """Write a dump atomically.
 
     `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the
-    token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns the reward
-    of each turn of a sample, for the column turn_rewards; None: no such column.
+    token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's
+    rewards by turn, for the column turn_rewards; None: no such column.
     """
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
@@ -283,7 +283,7 @@ def load_dump(path: Path | str) -> DataProto:
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield what `load_dump` returns, one batch per Parquet row group: joining them takes twice the memory."""
+    """Yield the batch of `load_dump` in parts, one per row group of the file: joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

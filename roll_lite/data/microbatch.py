@@ -20,7 +20,7 @@ class MicroBatch:
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: predicted tokens that count in the loss."""
+    """[B, T-1] bool: which predicted tokens count in the loss."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Pad a micro-batch's tokens to a multiple of this, for sequence and context parallelism."""
+    """Tokens of a micro-batch are padded to a multiple of this number, for sequence and context parallelism."""
     count: int = 1
-    """The number of micro-batches is made a multiple of this: interleaved pipeline stages run this many per model chunk."""
+    """The number of micro-batches is a multiple of this number, which interleaved pipeline stages process at a time per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return the row numbers of each micro-batch. `lengths` [rows]: token counts. `parts`: preferred minimum number of micro-batches.
-        The rank runs this many in any case, to match other ranks or `Multiples.count`; missing ones would be empty."""
+        """Return each micro-batch's row numbers. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank runs
+        in any case, to match other ranks or `Multiples.count`; missing ones are empty."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plan few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens; a longer row
-    gets its own."""
+    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens, or a single
+    row."""
 
     tokens: int
     rows: int | None = None
@@ -94,7 +94,7 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """Group rows of similar length into micro-batches of at most `tokens` tokens, padding included. A longer row gets its own."""
+    """Groups rows of similar length into micro-batches of at most `tokens` tokens, padding included, or of a single row."""
 
     tokens: int
     rows: int | None = None
@@ -123,7 +123,8 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Plan a batch. `agree`: returns the maximum of a number over the ranks that must run equally many micro-batches."""
+        """Return the plan for rows of these lengths. `agree`: returns a number's maximum over the ranks that must run equally many
+        micro-batches; None: no other ranks."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -138,7 +139,7 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Split a batch; empty micro-batches come last."""
+        """Split a batch into micro-batches; empty ones come last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))

@@ -42,9 +42,8 @@ def cut_mini_batches(
     """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
     and empty mini-batches are dropped.
 
-    `samples`: row numbers by which mini-batches name their rows. `owners`: number of the sample that each row belongs to; None if every row
-    is a sample of its own. Rows of a sample share a mini-batch; the loss aggregation counts them as one sequence unless
-    `rows_are_sequences`.
+    `samples`: row numbers by which mini-batches name their rows. `owners`: number of each row's sample; None if every row is a sample of
+    its own. A sample's rows share a mini-batch, and the loss aggregation counts them as one sequence unless `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
@@ -69,8 +68,8 @@ def row_costs(tokens: np.ndarray, attention_parity_tokens: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Split each mini-batch over the ranks at about equal cost. Returns the shares as [rank][mini-batch]. `costs`: row number (column
-    `sample`) -> cost."""
+    """Split each mini-batch over the ranks at about equal cost, and return the shares as [rank][mini-batch]. `costs`: {row number (column
+    `sample`): cost}."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
@@ -80,7 +79,7 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
     """Split rows into parts of about equal cost and at most `most_rows` rows. Rows, costliest first, go to the cheapest part so far; ties
-    go to the part with fewer rows, so that no part is empty if there are enough rows."""
+    go to the part with fewer rows, so that no part stays empty needlessly."""
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
     each = np.asarray(costs)

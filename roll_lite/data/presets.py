@@ -1,4 +1,4 @@
-"""Convert rows of public data sets to the columns that domains read; config/presets.yaml has the mapping."""
+"""Convert rows of public data sets to the columns that domains read. config/presets.yaml declares the conversions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LeftOut(str):
 
 
 class _Unfit(Exception):
-    """Raised to leave a row out; the message completes "rows left out: 3 ..."."""
+    """Raised to leave a row out. Its message completes "rows left out: 3 ..."."""
 
 
 def converted(rows: Iterator[Row], name: str | None) -> Iterator[Row]:

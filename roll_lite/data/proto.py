@@ -29,7 +29,7 @@ VECTORS = {
 
 
 def object_column(items: Iterable[object]) -> np.ndarray:
-    """Make a column of Python objects; numpy alone would turn lists into dimensions."""
+    """Return a column of Python objects. NumPy alone would turn lists into dimensions."""
     listed = list(items)
     column = np.empty(len(listed), dtype=object)
     for i, item in enumerate(listed):
@@ -201,8 +201,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with the permissions that the umask allows (safetensors itself sets 0600). The file gets its name when it is
-    whole."""
+    """Write a safetensors file with the permissions of the umask (safetensors itself sets 0600). The file appears only when complete."""
     from safetensors.torch import save_file
 
     partial = path.with_name(f"{path.name}.partial")

@@ -13,8 +13,8 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths, in host memory, never written in place: row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1]
-    int64. `values`: [sum of lengths, ...]."""
+    """Rows of different lengths in host memory. Row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1] int64. `values`: [sum of
+    lengths, ...]; never written in place."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -40,7 +40,7 @@ class Ragged:
 
     @staticmethod
     def from_padded(padded: torch.Tensor, lengths: Index) -> Ragged:
-        """Take the first lengths[i] entries of row i of `padded` [rows, width, ...]."""
+        """Take the first lengths[i] entries of row i of `padded`, [rows, width, ...]."""
         sizes = as_index(lengths)
         if padded.dim() < 2 or len(sizes) != padded.shape[0]:
             raise ValueError(f"ragged: {len(sizes)} lengths for a padded tensor of shape {tuple(padded.shape)}")
@@ -83,7 +83,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join rows. Entries that are vectors [k] are padded with `fill` to the largest k. Without `fill`, all must have the same k."""
+        """Join rows. If entries are vectors [k], they are padded with `fill` to the largest k; without `fill`, all must have the same k."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -114,12 +114,12 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a contiguous array, so that pickling a slice does not pickle the whole tensor."""
+    """Return a contiguous array: pickling a slice would otherwise pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
 class _Writable:
-    """Presents read-only memory as writable, since torch warns about read-only arrays."""
+    """Presents read-only memory as writable, because torch warns about read-only arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array

@@ -34,7 +34,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Return the text for a placeholder. `setting`: YAML path of the template."""
+    """Return the text that replaces a placeholder of the template. `setting`: YAML path of the template."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -90,8 +90,8 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return the column's files: name -> text. Names with null are dropped: formats such as Parquet give every row the file names of all
-    rows, with null for files that the row lacks."""
+    """Return the column's files, {name: text}. Names with null are dropped: formats such as Parquet give every row the file names of all
+    rows, with null where the row lacks the file."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")

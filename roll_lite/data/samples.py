@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # not imported, to keep `roll-lite check` fast
     import numpy as np
 
 TURN = "/turn"
-"""Separates sample id and turn number in request ids."""
+"""Separator of sample id and turn number in request ids."""
 
 
 class FinishReason(StrEnum):
@@ -40,7 +40,7 @@ class Prompt:
     uid: int
     """Index in the domain's prompts; stable over restarts."""
     text: str
-    """Model input with the template applied."""
+    """Model input, with the template applied."""
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class SampleId:
     epoch: int
     group: int
     index: int
-    """Index in a group of n samples, from 0; the greedy baseline has index n."""
+    """Index in a group of n samples, from 0. The greedy baseline has index n."""
     attempt: int = 0
 
     def request_id(self) -> str:
@@ -77,7 +77,7 @@ class Sampling(Packed):
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Return the token ids that survive top-p, top-k and min-p at each position."""
+    """True if the engine also returns the token ids that survive top-p, top-k and min-p at each position."""
 
 
 class TokenRow(NamedTuple):
@@ -97,8 +97,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of tokens at the end of the context that an interrupted request generated for this response. The completion's text includes
-    these tokens, and stop strings may begin in them; its other fields describe new tokens only."""
+    """Number of tokens at the end of the context that belong to this response: they were generated before an interruption. The completion's
+    text includes them, and stop strings may begin in them; its other fields are about new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
     """Exclude the context from the loss: another row of the sample trains on it."""
@@ -109,7 +109,7 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Last `resumed_tokens` prompt tokens. Valid only after the context is prepended to prompt_ids."""
+        """The last `resumed_tokens` tokens of the prompt. Valid only if `prompt_ids` includes the context."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed_tokens :]
 
 
@@ -121,13 +121,13 @@ class VersionSpan(NamedTuple):
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of the tokens from `first` up to `end` (exclusive), with starts relative to `first`."""
+    """Return the spans of the tokens from `first` to `end` (exclusive). Their starts are relative to `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
 
 def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Merge consecutive spans of the same weight version."""
+    """Join consecutive spans that have the same weight version."""
     return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
@@ -138,9 +138,9 @@ class Completion:
     request_id: str
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    """Log-probs under the sampling distribution, after temperature and truncation."""
+    """Log-probs under the distribution that was sampled from, after temperature and truncation."""
     text: str = ""
-    """Whole response, including resumed tokens."""
+    """Whole response, with the tokens from before an interruption."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
@@ -148,29 +148,28 @@ class Completion:
     """Token ids that truncated sampling kept at each position, if requested."""
     cached_tokens: int = 0
     drafted: int = 0
-    """Tokens that speculation drafted; 0 for aborted requests."""
+    """Number of tokens that speculative decoding drafted; 0 for aborted requests."""
     accepted: int = 0
-    """Drafted tokens that became part of the response."""
+    """Number of drafted tokens that became part of the response."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """int16 [tokens, expert layers * experts per token]: experts to which prompt and response tokens were routed. The last token was not
-    processed and is missing."""
+    """int16 [tokens, expert layers * experts per token]: experts of prompt and response tokens, without the unprocessed last token."""
 
 
 class Turn(NamedTuple):
-    """Completion whose tokens stay in the object store; `tokens` refers to them."""
+    """Completion whose tokens are in the object store; `tokens` refers to them."""
 
     request_id: str
     length: int = 0
-    """Number of new tokens, without resumed ones. Index 0 in `versions` is the first new token."""
+    """Number of new tokens, without those from before an interruption. Index 0 in `versions` is the first new token."""
     text: str = ""
-    """Whole response, including resumed tokens; empty if aborted before the first token."""
+    """Whole response, with the tokens from before an interruption; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
     engines: tuple[int, ...] = ()
-    """Engines that sampled the response, in this order."""
+    """Numbers of the engines that sampled the response, in order; several after interruptions."""
     ids: bytes = b""
     """int32 token ids of the response, if requested."""
     drafted: int = 0
@@ -208,13 +207,13 @@ class Segment:
     """Weight versions of the segment (consecutive tokens by one author). Index 0 is its first token."""
     engines: tuple[int, ...] = ()
     turn: int | None = None
-    """Index of the segment's response among the sample's responses."""
+    """Index of the response among the responses of the sample; None if the segment is not a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord(Packed):
     messages: tuple[dict[str, Any], ...] = ()
-    """Whole conversation; if an agent has several, the one with the last response."""
+    """Whole conversation; if an agent had several, the one with the last response."""
     rewards: tuple[float, ...] = ()
     score: float = 0.0
     """Rewards combined as domains.NAME.environment.rewards says."""
@@ -222,7 +221,7 @@ class EpisodeRecord(Packed):
     """The environment's verdict; None: the score decides."""
     metrics: dict[str, float] = field(default_factory=dict)
     branches: tuple[tuple[dict[str, Any], ...], ...] = ()
-    """The agent's conversations besides `messages`, in order of their first response."""
+    """Further conversations of the agent, in the order of their first response."""
     answer: str | None = None
     """Answer to score instead of the last response."""
 
@@ -240,7 +239,7 @@ class Branch:
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt, of all authors."""
+        """Number of tokens after the prompt, of all authors."""
         return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
 
     @property
@@ -292,9 +291,9 @@ class Transcript(Branch):
 class RewardInput(Packed):
     domain: str
     prompt: str
-    """Model input with the template applied."""
+    """Model input, with the template applied."""
     response: str
-    """Response without special tokens; in an episode, the last one."""
+    """Response without special tokens; in an episode, the last response."""
     answer: Any
     columns: dict[str, Any]
     finish_reason: str
@@ -313,14 +312,14 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """Verdict; None: correct if value >= 1 - 1e-6."""
+    """True if the response is correct; None: it is if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
     answer: str | None = None
-    """Extracted answer, for majority votes. Empty: none found; None: the reward extracts none."""
+    """Answer found in the response, for majority votes. Empty: none found; None: the reward looks for none."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Weighted terms that add up to the value."""
+    """{term: its weighted contribution}; the sum is the value."""
 
     @property
     def is_correct(self) -> bool:
@@ -336,7 +335,7 @@ class Sample:
     score: Score | None = None
     failure: str | None = None
     timed_out: bool = False
-    """Generation timed out; the transcript is partial."""
+    """True if generation timed out; the transcript is then partial."""
     asked: float | None = field(default=None, compare=False)
     """Time of the first request, on the event loop's clock in seconds."""
     generated: float | None = field(default=None, compare=False)
@@ -353,6 +352,6 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """True if generation of a sample timed out. Such samples are probably long; without them, a group is biased towards short
+        """True if a sample timed out during generation. Such samples are probably long: without them, the group is biased towards short
         responses."""
         return any(sample.timed_out for sample in self.samples)

@@ -1,5 +1,3 @@
-"""Read rows of data files, folders, and data sets of the hub."""
-
 from __future__ import annotations
 
 import json
@@ -16,7 +14,7 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. In a folder only those of KINDS are read, since CSV and JSON files there are often not data."""
+"""Suffixes accepted for a single file. In a folder only those of KINDS are read: CSV and JSON files there are often not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -38,7 +36,7 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """Unit that `number` counts from 1: "line" or "row"."""
+    """"line" or "row": what `number` counts, from 1."""
     number: int
     content: dict[str, Any] | str
     """Column -> value. A text says why the row is unreadable or left out."""
@@ -56,8 +54,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """List the data files of a path. A folder must be saved by Hugging Face `datasets`, or hold files of one kind and split; otherwise
-    ValueError."""
+    """Return a path's data files. Raise ValueError for a folder that Hugging Face `datasets` did not save, unless its data files have the
+    same format and split."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -93,8 +91,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Refuse a folder with files of several splits, since held-out rows would be trained on. If no file name states a split, the names may
-    differ only in digits and punctuation."""
+    """Raise ValueError if a folder has files of several splits: held-out rows would be trained on. Names that tell no split may differ only
+    in digits and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
@@ -228,7 +226,7 @@ def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _arrow_reader(file: Path) -> Any:
-    """Open an Arrow file. Hugging Face writes the stream format, other programs the file format."""
+    """Open an Arrow file. Hugging Face writes Arrow's stream format, other programs the file format."""
     from pyarrow import ArrowInvalid, ipc, memory_map
 
     source = memory_map(str(file))

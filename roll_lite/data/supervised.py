@@ -27,8 +27,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. Their token weights make the summed loss algorithm.ptx.coef times the mean cross-entropy per
-        learned token."""
+        """Draw the rows of one optimizer step. By their token weights, the summed loss is algorithm.ptx.coef times the mean cross-entropy
+        per learned token."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -49,8 +49,8 @@ class SupervisedRows:
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row's token ids, and the mask of tokens to learn. These are the answer and the end of sequence or, without an answer
-        column, all tokens."""
+        """Return a row's token ids, and the mask of tokens to learn: the answer and the end of sequence or, without an answer column,
+        all."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
@@ -76,7 +76,7 @@ class SupervisedRows:
 
 
 def append_supervised(own: DataProto, supervised: DataProto) -> DataProto:
-    """Append supervised rows to policy rows; columns that supervised rows lack are filled with padding."""
+    """Append supervised rows to the rows of samples. Columns that supervised rows lack are filled with padding."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

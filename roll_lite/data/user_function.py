@@ -45,5 +45,5 @@ def search_current_folder() -> str:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """Return a "did you mean" insertion for a message; empty if no name is near."""
+    """Return a "did you mean" for insertion into a message; empty if no name is similar."""
     return or_nearest(word, known).replace(";", ",", 1)

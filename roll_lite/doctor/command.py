@@ -1,4 +1,4 @@
-"""Command `roll-lite doctor`: prints what would keep a run from working on this machine or on the nodes of a cluster, and what to do."""
+"""Command `roll-lite doctor`: print what would keep a run from working on this machine or cluster, and what to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAY = "`roll-lite docs multi_node` says how a cluster is started and named, how 
 
 
 def answer(asked: argparse.Namespace) -> int:
-    """Print all diagnoses; returns the exit code: 1 if there is a fault."""
+    """Print all diagnoses. Return the exit code: 1 if there is a fault."""
     found = []
     for one in _examine(asked):
         found.append(one)

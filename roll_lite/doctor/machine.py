@@ -1,4 +1,4 @@
-"""Checks of one machine, in seconds: versions, engines, GPUs, memory, shared memory, disk, open files, sandbox, ports, clock."""
+"""Checks of one machine that take seconds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS
 SECONDS = 60.0
 """Time limit in seconds for a check in a separate process."""
 LEAST_FREE = 0.9
-"""A GPU with a smaller share of its memory free counts as used by another process."""
+"""Fraction of its memory. If less is free, the GPU counts as used by another process."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (roll-lite docs environment) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]
@@ -57,7 +57,7 @@ class Diagnosis:
     remedy: str = ""
     """Advice to the user; empty if nothing is wrong."""
     status: str = "fault"
-    """fault or warning; becomes ok if there is no remedy."""
+    """"fault" or "warning"; changed to "ok" if there is no remedy."""
     node: str = ""
     """Address of the node, if several are checked."""
 
@@ -142,7 +142,7 @@ def judge_gpus(versions: str, gpus: list[Memory], blind: list[str], topology: st
 
 
 def links_of(topology: str) -> list[str]:
-    """Kinds of links between GPUs in the words of `nvidia-smi topo -m`: NV18 is 18 NVLinks, PIX to SYS are PCIe."""
+    """Return the kinds of links between GPUs in the terms of `nvidia-smi topo -m`: NV18 means 18 NVLinks, PIX to SYS are PCIe."""
     rows = re.findall(r"^\W*GPU\d+\s+(.*\bX\b.*)$", topology, re.MULTILINE)
     return sorted({cell for row in rows for cell in row.split()[: len(rows)]} - {"X"})
 
@@ -177,11 +177,11 @@ def check_sandbox(walls: str = "namespaces") -> Iterator[Diagnosis]:
 
 
 def check_clock(newest: Path = Path(__file__)) -> Iterator[Diagnosis]:
-    """Check that the clock is not behind the modification time of `newest`, an installed file."""
+    """Check that the clock is not behind the modification time of the installed file `newest`."""
     value = f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC"
     yield Diagnosis("clock", value, SET_CLOCK if newest.stat().st_mtime - time.time() > MOST_CLOCK_SECONDS else "", "warning")
 
 
 def check_machine(run_folder: Path) -> Iterator[Diagnosis]:
-    """Run all checks of this machine except those of Ray and of ports."""
+    """Run all checks of this machine, except those of Ray and of ports."""
     return chain(check_versions(), check_engines(), check_gpus(), check_space(run_folder), check_sandbox(), check_clock())

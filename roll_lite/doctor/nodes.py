@@ -1,4 +1,4 @@
-"""Checks of every node of a Ray cluster, in one table, and the bandwidth between nodes, measured with gloo and with NCCL."""
+"""Check every node of a Ray cluster, and measure the bandwidth between nodes with gloo and with NCCL."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class NodeWorker(Worker):
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure an all-reduce among `ranks`; every rank of the cluster must call this. Returns the bytes per second that each of `ranks`
-        sends; 0 on a rank outside `ranks`."""
+        """Measure the bandwidth of an all-reduce among `ranks`: bytes per second that each of them sends; 0 on other ranks. All ranks of
+        the cluster must call this."""
         import torch
         import torch.distributed as dist
 
@@ -61,7 +61,7 @@ class NodeWorker(Worker):
 
 
 def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
-    """Yield a table of the cluster's nodes, and diagnoses of each node and of the links between nodes."""
+    """Yield a table of the cluster's nodes, and diagnoses of nodes and links."""
     with ray_session(RayConfig(address=address), None):
         alive = sorted(
             (node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeID"] != ray.get_runtime_context().get_node_id()

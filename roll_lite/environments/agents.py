@@ -47,7 +47,7 @@ class Endpoint:
 
 
 Agent = Callable[[Task, Endpoint], Awaitable[Any]]
-"""Function that plays an episode; returns a reward, or an answer for the domain's reward to score."""
+"""Function that plays an episode. It returns a reward, or an answer that the domain's reward scores."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class _Node:
 
 
 class AgentSession:
-    """Conversations of one episode. A request that repeats an earlier request and its reply continues the reply's tokens; any other request
-    is rendered as a new prompt."""
+    """Conversations of one episode. A request that repeats an earlier request and its reply continues that conversation's tokens. Any other
+    request starts a new conversation."""
 
     def __init__(self, policy: Policy, renderer_of: Callable[[Sequence[dict[str, Any]]], Renderer]) -> None:
         self._policy = policy
@@ -76,7 +76,7 @@ class AgentSession:
         self._policy.refusal = why
 
     def end(self) -> None:
-        """Store the conversations in the `Policy`: the one with the latest response as `messages`, all others as `branches`."""
+        """Store the conversations in the Policy: that with the latest response in `messages`, the others in `branches`."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -118,7 +118,8 @@ class AgentSession:
         return reply
 
     def _match(self, request: ChatRequest) -> tuple[_Node | None, list[Message], bytes]:
-        """Find the latest response that the messages continue. Returns (response or None, messages after it, digest of all messages)."""
+        """Find the latest sampled response that the request repeats. Return (the response or None, messages after it, digest of all
+        messages)."""
         digest = hashlib.sha256(_json(request.tools)).digest()
         node, new = None, request.messages
         for place, message in enumerate(request.messages):
@@ -128,8 +129,8 @@ class AgentSession:
         return node, new, digest
 
     def _reply(self, message: Message, request: ChatRequest, thinking: bool) -> tuple[Message, str | None]:
-        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Returns (message, stop string
-        that was found or None)."""
+        """Convert a response for clients: separate thoughts, cut at the stop string, make call ids unique. Return (message, stop string
+        found or None)."""
         reasoning, content = split_thoughts(message["content"], thinking) if request.text is None else ("", message["content"])
         stops = {place: one for one in request.stop if (place := content.find(one)) >= 0}
         content = content[: min(stops, default=len(content))]
@@ -140,7 +141,8 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Extend a conversation's digest by a message, ignoring outer white space, which clients strip."""
+    """Return the digest of a conversation extended by `message`; `before`: its digest so far. Ignores outer white space, which clients
+    strip."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 
@@ -192,7 +194,7 @@ def _reward(result: Any) -> float:
 
 def command_agent(command: Sequence[str]) -> Agent:
     """Build an agent that runs a program. The program gets the task as JSON on standard input and the endpoint in environment variables;
-    its last line of output is the result."""
+    its last output line is the result."""
 
     async def run(task: Task, endpoint: Endpoint) -> str | None:
         process = await asyncio.create_subprocess_exec(

@@ -26,7 +26,7 @@ class Step(NamedTuple):
     reward: float = 0.0
     done: bool = False
     correct: bool | None = None
-    """True: solved. False: cannot be solved. None: not known yet."""
+    """True: the task is solved. False: it cannot be solved any more. None: undecided."""
     metrics: Mapping[str, float] = {}
 
 
@@ -58,7 +58,7 @@ def opening(task: Task, text: str) -> list[Message]:
 
 
 def seed_of(task: Task) -> int:
-    """Seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
+    """Return the seed for generated tasks: the row's `seed`, if any, so that all samples of a prompt get the same task."""
     return int(task.columns.get("seed", task.seed))
 
 

@@ -36,11 +36,12 @@ from roll_lite.files import read_text
 
 TOOL_SETS = 16
 METHODS = {"reset": ("a task",), "step": ("a message",), "close": ()}
-"""Methods of an environment's class and the arguments that they are called with."""
+"""{method of an environment's class: arguments with which it is called}."""
 
 
 def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) -> Player:
-    """Load the environment of the domain at YAML path `path`; ValueError for a mistake in it."""
+    """Load the environment of the domain at YAML path `path`. Raise ValueError if its settings are wrong. `host`: address for the endpoint
+    of agents."""
     settings = domain.environment
     assert settings is not None
     limits = Limits(
@@ -77,7 +78,7 @@ def _play(
 
 
 def adapter_of(settings: AdapterSection, path: str, calls: Calls) -> tuple[EpisodeFunction, list[dict[str, Any]]]:
-    """Load another project's environment. Return the function that plays an episode, and its tool schemas; ValueError for a mistake."""
+    """Load another project's environment. Return the function that plays an episode, and its tool schemas. ValueError for a mistake."""
     try:
         match settings:
             case GymEnvironmentConfig():
@@ -191,7 +192,8 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
-    """Return a note if the template renders conversations of an agent with tools otherwise than whole, or not at all."""
+    """Return a note if the chat template cannot render an agent's conversations with tools, or renders them differently message by message
+    than as a whole."""
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:

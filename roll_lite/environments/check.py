@@ -80,7 +80,8 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
 
 
 def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield notes on chat templates with which agents of endpoints cannot have tools, or have them rendered otherwise later."""
+    """Yield (YAML path, message) for chat templates that cannot render agents' conversations with tools, or render them differently message
+    by message than as a whole."""
     for name, domain in config.domains.items():
         if isinstance(domain.environment, EndpointEnvironmentConfig) and _has_chat_template(config, domain):
             from roll_lite.data.templates import load_tokenizer
@@ -102,7 +103,7 @@ def _mistake(load: Callable[[], Any], use: Callable[[Any], object] = lambda _: N
 
 
 def _in_time(load: Callable[[], Any], path: str, seconds: float) -> Callable[[], Any]:
-    """Wrap `load` so that it runs in a thread, as in a worker, and raises ValueError if that takes more than `seconds`."""
+    """Return a function that calls `load` in a thread, as workers do, and raises ValueError after `seconds`."""
     from roll_lite.environments.episode import Calls
 
     def loaded() -> Any:

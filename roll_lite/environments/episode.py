@@ -19,8 +19,8 @@ from roll_lite.data.samples import EpisodeRecord, FinishReason
 from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messages_from
 
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
-"""Number of hanging calls at which the worker is replaced, since Python cannot end threads. A call hangs if it still runs STUCK_AFTER_S
-after its caller gave up."""
+"""A call hangs if it still runs STUCK_AFTER_S after its caller gave up. With STUCK_THREADS such calls, the worker is replaced, because
+Python cannot end threads."""
 
 
 class Renderer(Protocol):
@@ -33,14 +33,14 @@ class Renderer(Protocol):
         ...
 
     thinking: bool
-    """True if the generation prompt already opens the thoughts (<think>), so that responses lack the opening tag."""
+    """True if the generation prompt opens the thoughts (<think>), so that responses lack the opening tag."""
 
     def text(self, text: str) -> list[int]:
         """Tokenize a whole prompt without a template."""
         ...
 
     def content_tokens(self, messages: Sequence[Message]) -> int:
-        """Count the tokens of the messages' contents without the template's text."""
+        """Return the number of tokens in the messages' contents, without text that the template adds."""
         ...
 
     def difference(self) -> str | None:
@@ -52,7 +52,7 @@ class Begin(NamedTuple):
     episode: int
     task: Task
     max_tokens: int
-    """Maximum tokens after the first prompt, in responses and the messages between them."""
+    """Maximum tokens after the first prompt: responses, and messages between responses."""
 
 
 class Answer(NamedTuple):
@@ -71,9 +71,9 @@ class Ask(NamedTuple):
     episode: int
     number: int
     after: int | None
-    """Number of the response that the new tokens follow; None: they are a prompt."""
+    """Number of the response before the new tokens; None: they start a conversation."""
     ids: bytes
-    """New tokens, int32."""
+    """Token ids of the new tokens, int32."""
     most: int | None
     """Maximum tokens of the response; None: all that are left."""
     stop: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Ended(NamedTuple):
     episode: int
     record: EpisodeRecord
     finish_reason: FinishReason | None
-    """Why the episode ended, if a limit ended it."""
+    """Limit that ended the episode, or STOP if an agent ended by itself; else None."""
 
 
 class Failed(NamedTuple):
@@ -103,7 +103,7 @@ class Limits:
     max_prompt_tokens: int
     max_turn_tokens: int | None = None
     last_reward: bool = False
-    """True: the score is the last response's reward; False: the sum of all."""
+    """True: the score is the last response's reward. False: the sum of all rewards."""
 
 
 class Response(NamedTuple):
@@ -116,13 +116,13 @@ class Policy:
     def __init__(self, number: int, renderer: Renderer, limits: Limits, room: int, ask: Callable[[Ask], None]) -> None:
         self.messages: list[Message] = []
         self.correct: bool | None = None
-        """True if solved; None: the score decides."""
+        """True if the task was solved; None: the score decides."""
         self.metrics: dict[str, float] = {}
         self.branches: list[list[Message]] = []
         self.answer: str | None = None
-        """Answer to score instead of the last response."""
+        """Answer to score instead of the last response; None: score the response."""
         self.finish_reason: FinishReason | None = None
-        """Limit that the episode reached, or STOP if an agent ended by itself. A further response resets it to None."""
+        """Limit that the episode has reached, or STOP if an agent ended by itself. Sampling another response resets it to None."""
         self.limit: tuple[FinishReason, str] | None = None
         """Limit that was reached last: (reason, explanation)."""
         self.refusal: str | None = None
@@ -130,7 +130,7 @@ class Policy:
         self.cancelled = False
         self.limits = limits
         self.room = room
-        """Tokens left after the first prompt, for responses and the messages between them."""
+        """Tokens that are left for responses and for messages between responses."""
         self.timer: asyncio.Timeout | None = None
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._number = number
@@ -166,8 +166,8 @@ class Policy:
     async def sample(
         self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
     ) -> Response:
-        """Let the policy respond to new tokens, which render `messages`. `after`: number of the response that they follow; None: they are a
-        prompt. `most`: maximum tokens of the response; None: all that are left."""
+        """Append tokens to a conversation, and sample a response. `messages`: those from which `ids` were rendered. `after`: number of the
+        response before these tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are left."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)
@@ -331,7 +331,8 @@ def _told(error: BaseException) -> str:
 
 
 class Calls:
-    """Caller of user functions: async ones run in the event loop, others in a thread each, since they may block."""
+    """Calls functions of the user: async ones in the event loop, others in a thread each, because they may block. `stuck`: number of calls
+    that hang."""
 
     def __init__(self) -> None:
         self.stuck = 0

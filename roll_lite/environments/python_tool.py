@@ -21,10 +21,10 @@ from roll_lite.sandbox.kernel import KILL, PAUSE, RESUME
 from roll_lite.sandbox.pool import Limits, Program, Sandbox, SandboxTrouble
 
 GRACE_S = 2.0
-"""Seconds beyond timeout_s in which interrupted code may end."""
+"""Seconds, beyond `timeout_s`, that interrupted code has to end."""
 CPU_CALLS = 100
-"""CPU time limit over an interpreter's life, as a multiple of timeout_s (the limit of one call). Between calls it is paused and uses
-none."""
+"""CPU time limit over an interpreter's life, as a multiple of `timeout_s`, the limit of one call. The interpreter is paused between
+calls."""
 LONGEST_S = 7 * 24 * 3600.0
 WRITE_FILES = """
 def write(files):
@@ -46,7 +46,7 @@ class PythonTool:
         first.sandbox.start().refuse_missing(settings.allow_unprotected, "tool python")
         self.schemas = [schema_of(first.python)]
         self._free = [first]
-        """Idle interpreters. Their sandboxes are reused, because starting one takes up to a second."""
+        """Idle interpreters. Their sandboxes are reused, because starting a sandbox takes up to a second."""
 
     @asynccontextmanager
     async def opened(self, task: Task) -> AsyncIterator[Call]:
@@ -68,8 +68,8 @@ class Interpreter:
         self.thread = ThreadPoolExecutor(1)
         self.files: dict[str, str] = {}
         self.longest_wait_s = LONGEST_S
-        """Maximum seconds that a call may wait for earlier calls of the same response. After a longer wait it is not run, because waiting
-        and running must end before turn_timeout_s."""
+        """Maximum seconds that a call may wait for earlier calls of its response; otherwise it is not run. All calls must end before
+        `turn_timeout_s`."""
         self._settings = settings
         self._peer: socket.socket | None = None
 

@@ -1,7 +1,7 @@
-"""Render an episode's messages to tokens. Sampled responses keep their tokens; only the text after them is rendered and tokenized.
+"""Render an episode's messages to tokens.
 
-Text of users, tools and environments never becomes an added token such as `<|im_end|>`: where it spells one, it is split after the first
-character and tokenized in parts.
+Sampled responses keep their tokens; only the text after them is rendered and tokenized. Text of users, tools and environments never becomes
+an added token such as `<|im_end|>`: where it spells one, it is split after the first character and tokenized in parts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from roll_lite.environments.tool_calls import ToolCallParser, family_of
 from roll_lite.files import first_line
 
 SENTINEL = "SENTINEL7f3a9c51"
-"""Content of the dummy assistant message that stands for a response when the template is rendered. Letters and digits, which trimming and
-JSON leave unchanged."""
+"""Content of the dummy assistant message that stands for a response when the template is rendered. Trimming and JSON leave letters and
+digits unchanged."""
 CALL_ID = "call00000"
 QUESTION: Message = {"role": "user", "content": "Question"}
 NEXT: Message = {"role": "user", "content": "Next7f3a9c51"}
@@ -36,13 +36,13 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Placeholder for schemas of tools that are not known yet: an agent's, and those that need a started sandbox or index."""
+"""Schema in place of unknown tools: those of agents, and those that need a started sandbox or index."""
 
 
 class ChatRenderer:
-    """Renderer by a chat template. `arguments`: the template's variables. `tools`: OpenAI schemas. `setting`: YAML path to name in error
-    messages. `call_format`: form of tool calls; None: detect it from the template. `end_ids`: further tokens that end a response, besides
-    the template's and the tokenizer's EOS (Llama's <|eom_id|>)."""
+    """Renderer with a chat template. `arguments`: its variables. `tools`: OpenAI schemas. `setting`: YAML path for error messages.
+    `call_format`: format of tool calls; None: found out from the template. `end_ids`: tokens that end a response, besides those of template
+    and tokenizer (such as Llama's <|eom_id|>)."""
 
     def __init__(
         self,
@@ -63,12 +63,11 @@ class ChatRenderer:
         self._setting = setting
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools for rendering continuations; None if they make no difference there, which saves time."""
+        """Tools for rendering continuations; None, which is faster, if they make no difference there."""
         self._needs_calls = bool(tools)
-        """True if the dummy response before tool results must have calls, because the template otherwise renders the results
-        differently."""
+        """True if the dummy response before tool results must have tool calls, as the template renders results differently otherwise."""
         self._closing = self._after([], prompt=False)
-        """Text after the last assistant message's content."""
+        """Text that the template writes after the last assistant message's content."""
         self._end = self._text.first_added(self._text.encode(self._closing))[1]
         self._ends = {*end_ids, tokenizer.eos_token_id, self._end} - {None}
         self._check()
@@ -82,8 +81,8 @@ class ChatRenderer:
         return self._text.encode(self._render(self._guarded(messages), self._tools, prompt=True), start=True)
 
     def continuation(self, response_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a response and the next: the end of the assistant's message (unless sampled), the new messages, the
-        generation prompt."""
+        """Return the tokens between a response and the next: the end of the assistant's message, unless the response has it, the new
+        messages, and the generation prompt."""
         ids = self._text.encode(self._following(self._guarded(messages)))
         last = response_ids[-1] if response_ids else None
         place, first = self._text.first_added(ids)
@@ -133,7 +132,7 @@ class ChatRenderer:
                 start = number + 1
 
     def _check(self) -> None:
-        """Refuse a template that leaves out new messages or tools, and find out what continuations need."""
+        """Raise ValueError if the template leaves out new messages or tools. Find out what continuations need."""
         if self._tools and self._render([QUESTION], self._tools) == self._render([QUESTION], None):
             raise ValueError(f"{self._setting}: the chat template ignores tools; {self._remedy}, or leave out the tools")
         kinds = [NEXT, RESULT] if self._tools else [NEXT]
@@ -231,8 +230,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 class _GuardedText:
-    """Keep added tokens out of text of users and tools: `guard` marks where to split texts that spell them, `encode` tokenizes the
-    parts."""
+    """Tokenizes text of users and tools as plain text, even where it spells an added token such as `<|im_end|>`: `guard` marks where to
+    split the spelling, `encode` tokenizes the parts."""
 
     def __init__(self, tokenizer: Tokenizer, allowed: str = "") -> None:
         added = tokenizer.added_tokens_decoder
@@ -245,8 +244,8 @@ class _GuardedText:
         self._line_break = self._ids("\n")
 
     def guard(self, value: Any, only_special: bool = False) -> Any:
-        """Mark, in all texts of a value, where `encode` must split the spelling of added tokens such as `<|im_end|>`, so that they become
-        plain text. `only_special`: only special tokens."""
+        """Insert marks into a value's texts where they spell an added token such as `<|im_end|>`, so that `encode` tokenizes it as plain
+        text. `only_special`: only special tokens."""
         if isinstance(value, str):
             text = value.encode("utf-16", "surrogatepass").decode(
                 "utf-16", "replace"
@@ -257,7 +256,7 @@ class _GuardedText:
         return [self.guard(item, only_special) for item in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, start: bool = False) -> list[int]:
-        """Tokenize a marked text. `start`: no text precedes it."""
+        """Tokenize a text that `guard` has marked, in parts. `start`: whether the text starts the sequence."""
         parts = text.split(self.mark)
         first = self._ids(parts[0]) if start else self._ids_behind(parts[0])
         return [*first, *(one for part in parts[1:] for one in self._ids_behind(part))]
@@ -269,7 +268,7 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is prepended and its tokens
+        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is put first and its tokens
         are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)

@@ -1,4 +1,4 @@
-"""Find tool calls in sampled responses, in the formats of common model families; describe Python functions as tools."""
+"""Find tool calls in sampled responses, in the formats of common model families. Describe Python functions as tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKERS = {
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     *("<think>", "</think>", "[THINK]", "[/THINK]"),
 }
-"""Markup of calls and thoughts that parsers need. These tokens stay in the decoded text even if they are special tokens."""
+"""Tags of calls and thoughts that the parsers need. They stay in the decoded text even if they are special tokens."""
 THOUGHTS = re.compile(r"(<think>.*?(?:</think>|\Z)|\[THINK\].*?(?:\[/THINK\]|\Z))", re.DOTALL)
 HERMES_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 """End of a tool call in the format `hermes`. The closing tag may be missing."""
@@ -46,7 +46,7 @@ class Parsed(NamedTuple):
     content: str
     """Text without the markup of calls; thoughts included."""
     calls: list[dict[str, Any]]
-    """Calls in OpenAI's form, with arguments as a dict. A malformed call has a `problem` and its `text`."""
+    """Calls in OpenAI's form, except that arguments are dicts. A malformed call has the fields `problem` and `text`."""
 
 
 def family_of(chat_template: str) -> CallFormat | None:
@@ -98,7 +98,7 @@ class ToolCallParser:
 
 
 def split_thoughts(content: str, thinking: bool) -> tuple[str, str]:
-    """Split a response into thoughts and the rest. `thinking`: the generation prompt has opened the thoughts."""
+    """Split a response into (thoughts, rest). `thinking`: whether the prompt ends with the opening tag of the thoughts."""
     for opening, closing in (("<think>", "</think>"), ("[THINK]", "[/THINK]")):
         text = content.lstrip()
         if text.startswith(opening) or (thinking and closing in text):

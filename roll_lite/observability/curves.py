@@ -16,10 +16,10 @@ PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a"
 OTHER_COLOR = "#c9c9c9"
 WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
-"""Curves with more steps than this also show a running mean."""
+"""Number of steps above which a curve also shows its running mean."""
 
 FEW_POINTS = 4
-"""Curves with fewer points are drawn with dots: a line through one point is invisible."""
+"""Curves with fewer points are drawn with dots, as a line through one point is invisible."""
 
 Records = Mapping[int, Mapping[str, float]]
 

@@ -1,4 +1,4 @@
-"""Warn of signs that a run learns nothing."""
+"""Warn of signs of failing training, such as truncated responses or a collapsed entropy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """Consecutive steps that must show a sign before it is reported."""
 GROUPS = 12
-"""A sign is reported for a single domain only if the steps that show it have at least this many sample groups in all: in fewer, equal
-scores may be chance."""
+"""Minimum number of sample groups, over the steps with a sign, to report it for a single domain: in fewer groups, equal scores may be
+chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
-"""Share of the first step's entropy below which entropy has collapsed."""
+"""Fraction of the first step's entropy; below it, the entropy counts as collapsed."""
 GRADIENT_GROWTH = 100.0
-"""Multiple of the earlier steps' median gradient norm above which the gradient explodes."""
+"""Multiple of the earlier steps' median gradient norm; above it, the gradient counts as exploding."""
 GRADIENT_STEPS = 5
 REMEMBERED = 50
 
@@ -26,7 +26,7 @@ REMEMBERED = 50
 @dataclass
 class Finding:
     sign: str
-    """Name of the sign; `math/truncated` if only the domain `math` shows it."""
+    """Name of the training problem, such as `truncated`; `math/truncated` if only the domain `math` has it."""
     message: str
     first_step: int
     steps: int = 1
@@ -47,8 +47,8 @@ class RunHealth:
     """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: True if equal scores of a prompt's samples teach nothing. `domains`: if several, each is also checked
-        alone."""
+        """`compares_groups`: whether equal rewards in a group teach nothing, as with GRPO. `domains`: if there are several, each is also
+        checked by itself."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

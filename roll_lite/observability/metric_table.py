@@ -1,5 +1,5 @@
-"""Table of all metrics; `docs/metrics.md` is generated from it. A metric with by="domain" is reported per domain as
-`domain/<domain>/<name>` and overall as `<name>`; with another `by`, such as "phase", as `<name>/<phase>`."""
+"""Table of all metrics, the source of `docs/metrics.md`. A metric with by="domain" is reported as `domain/<domain>/<name>` for each domain
+and as `<name>` for all domains; with another `by`, such as "phase", as `<name>/<phase>`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """Metrics that may hold the number of items, for a mean whose sum a loss function reports. The first one that is reported is used.
-    Empty: each optimizer step is one item."""
+    """Metrics with the number of items, for a mean whose sum a loss function reports; the first reported one is used. Empty: each optimizer
+    step is one item."""
     shown: bool = True
-    """False for inputs of derived metrics."""
+    """False for metrics that are only inputs of derived metrics."""
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
@@ -362,12 +362,12 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """Effective sample size, (sum w)² / (n sum w²)."""
+    """Return the effective sample size as a share, (sum w)² / (n sum w²)."""
     return 0.0 if square == 0 else mean * mean / square
 
 
 def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
-    """1 - Var(error) / Var(return); NaN if all returns are equal."""
+    """Return 1 - Var(error) / Var(return); NaN if all returns are equal."""
     variance = return_square - return_mean**2
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 

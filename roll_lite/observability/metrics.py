@@ -41,11 +41,10 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Add a value; for a mean, add a sum over `count` items.
+        """Add a value; for a mean, the sum over `count` items.
 
-        `label`: name of the domain, phase or role that the value belongs to (`Metric.by` says which kind); ALL_DOMAINS: a value over all
-        domains. `part`: reward term or subset of the domain's samples; kept as a separate metric, so add the domain's own value in another
-        call.
+        `label`: the value's domain, phase or role (`Metric.by` says which kind); ALL_DOMAINS: a value over all domains. `part`: reward term
+        or subset of the domain's samples; kept as a separate metric, so the domain's own value needs another call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":
@@ -64,7 +63,7 @@ class MetricSums:
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
         """Add a loss function's sums for one optimizer step.
 
-        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all. For a mean, `sums` must also hold its number of items
+        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all domains. For a mean, `sums` must also hold the number of items
         (`Metric.denominators`); means over 0 items are skipped.
         """
         for key, value in sums.items():
@@ -98,7 +97,7 @@ class MetricSums:
             self._put(series, value, count)
 
     def values(self) -> dict[str, float]:
-        """Return values by flat name, with derived metrics. Means over no items are left out."""
+        """Return {flat name: value}, with derived metrics. A mean over no items is left out."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
             if metric_of(series[0]).reduction is not Reduction.MEAN:

@@ -1,5 +1,3 @@
-"""Write summary.json; redraw curves.png and write report.html during the run."""
-
 from __future__ import annotations
 
 import hashlib
@@ -20,12 +18,11 @@ from roll_lite.observability.run_folder import CONFIG_FILE
 OVERALL = "overall"
 SUMMARY_FILE = "summary.json"
 EVALUATION_FILE = "evaluation.json"
-"""Results of `mode: evaluate`."""
 HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)", re.DOTALL)
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
 BeforeAfter = dict[str, dict[str, float | None]]
-"""Metric -> {"before": value in the first validation, "after": in the last}."""
+"""{metric: {"before": value in the first validation, "after": value in the last}}."""
 Accuracy = BeforeAfter
 
 
@@ -52,11 +49,10 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 Results = dict[str, dict[str, float]]
-"""Subset of the validation samples (as in `Measures`) -> {metric: value}."""
+"""{subset of the validation samples (see Measures): {metric: value}}."""
 
 
 def write_evaluation(folder: Path, model: Path, metrics: Mapping[str, float]) -> Results:
-    """Write evaluation.json, and return its results."""
     results: Results = {OVERALL: {}}
     for name, value in metrics.items():
         if (known := HELD_OUT.fullmatch(name)) is not None and not known["metric"].startswith("version"):

@@ -24,7 +24,7 @@ from roll_lite.files import kind_of, remote_folder, try_store
 CONFIG_FILE = "config.yaml"
 LOCK_FILE = ".lock"
 BY_STEP = re.compile(r"(step|validation)_(\d{6,})")
-"""Matches names of files and folders that belong to one step."""
+"""Names of files and folders that belong to one step."""
 
 
 def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = None) -> Path:
@@ -57,7 +57,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def experiment_folder(config: RunConfig) -> Path:
-    """Return the folder of the experiment's runs or, with checkpoint.store, the folder of their checkpoints in this store."""
+    """Return the folder with the experiment's runs or, with `checkpoint.store`, with their checkpoints in the store."""
     store = config.checkpoint.store
     return (config.run_dir if store is None else remote_folder(store)) / config.experiment
 
@@ -81,11 +81,8 @@ def keep_config(folder: Path, text: str) -> None:
 
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
-    """Prepare the folder of a run that resumes after `step`: remove what the run writes again, that is, later steps, and validations from
-    `step` on.
-
-    `files`: JSON-lines files to cut. `folders`: also remove files and folders named after these steps.
-    """
+    """Remove what a run that resumes after `step` writes again: later steps, and validations from `step` on. `files`: JSON-lines files to
+    cut. `folders`: also remove files and folders named after these steps."""
     for name in files:
         if not (folder / name).exists():
             continue
@@ -147,7 +144,7 @@ def checkpoint_setting(run_folder: Path, key: str) -> Any:
 
 
 def resumed_from(run_folder: Path) -> Path | None:
-    """Return the checkpoint or run that a run resumed from; None if it was not resumed, or continued in its own folder."""
+    """Return the checkpoint or run from which a run resumed; None if it did not, or continued in its own folder."""
     if (resume := checkpoint_setting(run_folder, "resume")) == "auto":
         return None
     try:

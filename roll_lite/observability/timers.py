@@ -18,14 +18,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Span:
-    """Time in a phase of the driver or, with `role` and `rank`, of a training rank."""
+    """Interval spent in a phase by the driver or, with `role` and `rank`, by a training rank."""
 
     name: str
     start: float
     """Unix time in seconds, by the clock of the span's node."""
     seconds: float
     parent: str = ""
-    """Name of the driver's span that encloses this one; empty for the span of the whole step."""
+    """Name of the driver's span that contains this one; empty for the span of the whole step."""
     role: str = ""
     rank: int | None = None
 
@@ -53,7 +53,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Maps a phase's name to a context manager (such as a time limit) to enter around it."""
+        """Function that returns, for a phase's name, a context manager to enter around the phase, such as a time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
@@ -100,7 +100,7 @@ class StepTimers:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 
     def part(self, name: str, seconds: float) -> None:
-        """Add time to a part of the current phase; parts may overlap."""
+        """Add `seconds` to a named part of the current phase. Parts may overlap in time."""
         if self._running is not None:
             path = "/".join([*self._open, name])
             self._running[path] = self._running.get(path, 0.0) + seconds
@@ -117,7 +117,7 @@ T = TypeVar("T", bound=HasTimers)
 
 
 def phase(name: str) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
-    """Time each call of a method as this phase; the object needs `timers`."""
+    """Decorator: measure each call of a method as phase `name`. The object must have `timers`."""
 
     def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
         @functools.wraps(method)

@@ -14,10 +14,8 @@ class TraceRecorder:
     _recording: torch.profiler.profile | None = None
 
     def trace(self, file: str | Path | None) -> str:
-        """Start a recording or, with a file, end it and write a Chrome trace. Return the failure, or an empty text.
-
-        A start drops an unfinished recording.
-        """
+        """Start recording or, with `file`, stop and write a Chrome trace. Return an error text, empty on success. A start discards an
+        unfinished recording."""
         recording, self._recording = self._recording, None
         try:
             if recording is not None:

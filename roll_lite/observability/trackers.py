@@ -27,7 +27,7 @@ from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with the run's ids at tracking services. It is also stored in checkpoints, so that a resumed run continues under these ids."""
+"""File with the run's ids at tracking services. Checkpoints hold the ids too, so that a resumed run continues under them."""
 
 
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
@@ -48,7 +48,7 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """Base class. A user's tracker is called with a `TrackedRun` and the `args` of its YAML entry."""
+    """Base class of trackers. A user's tracker is called with a TrackedRun and with `args` of its YAML entry."""
 
     run_id: str | None = None
     """The service's id of this run, for resuming."""
@@ -57,7 +57,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of a step. Later calls for the same step add other metrics."""
+        """Log metrics of a step. Later calls for the same step add further metrics."""
 
     def spans(self, step: int, spans: Sequence[Span]) -> None:  # noqa: B027
         """Log a step's phases and the phases of its training ranks. Optional."""
@@ -70,7 +70,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def close(self, exit_state: str = "completed") -> None:
-        """Close. `exit_state`: completed, interrupted, or failed: <cause>."""
+        """Close the tracker. `exit_state`: "completed", "interrupted" or "failed: <cause>"."""
 
 
 class JsonlTracker(Tracker):
@@ -113,7 +113,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps metrics in memory by step. Records are replaced, never changed: another thread may read them."""
+    """Keeps metrics in memory by step. Records are replaced, never changed, since another thread may read them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -165,8 +165,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call all trackers. A tracker whose call fails is dropped. `extra`: name of an optional kind of data; a tracker that fails with it
-        is kept, but gets no more data of this kind."""
+        """Call `call` for each tracker. A tracker that fails is dropped or, with `extra` (name of an optional kind of data), gets no more
+        data of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -190,14 +190,14 @@ class Trackers(Tracker):
 
 STEP = "step"
 MLFLOW_BATCH = 100
-"""Maximum parameters per MLflow call. A call may take ten times as many metrics."""
+"""Maximum parameters per MLflow call; of metrics, ten times as many are allowed."""
 MLFLOW_LONGEST = 500
 OTEL_QUEUE = 1 << 16
 """Maximum spans that wait to be sent; further ones are dropped."""
 
 
 class WandbTracker(Tracker):
-    """Logs the step as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
+    """Logs to Weights & Biases, with the step as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
@@ -247,7 +247,7 @@ class MlflowTracker(Tracker):
 
         self._metric = Metric
         self._again = ""
-        """Suffix of files in a resumed run, which repeats steps; MLflow would append to the earlier file."""
+        """Suffix of sample files in a resumed run, which may repeat steps: MLflow would append to the earlier file."""
         self._client = MlflowClient(tracking_uri)
         if run.id is not None:
             self.run_id = run.id
@@ -376,7 +376,7 @@ class OpenTelemetryTracker(Tracker):
 
 
 def some_samples(file: Path, domains: Sequence[str], per_domain: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the first samples of each domain in a file of samples/, with SAMPLE_COLUMNS; empty if the file is missing."""
+    """Return {domain: its first samples} from a file of samples/, with the keys SAMPLE_COLUMNS; none if the file is missing."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in domains}
     with suppress(OSError), file.open(encoding="utf-8") as lines:
         for line in lines:
@@ -430,8 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that trackers may see: without the section `trackers` and without secrets. Values of environment variables with
-    secret-like names become `${oc.env:NAME}`."""
+    """Return the settings for trackers: without the section `trackers`, and with `${oc.env:NAME}` for the values of environment variables
+    with secret-like names."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -447,7 +447,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, known: Mapping[str, str] | None = None) -> list[Tracker]:
-    """Build a run's trackers. `known`: the resumed run's ids at tracking services, to continue under them."""
+    """Return the run's trackers. `known`: {tracker: the resumed run's id at its service}, to continue under this id."""
     known = known or {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

@@ -32,28 +32,30 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 BOUND = {"float32": 0.01, "bfloat16": 0.2}
 """Maximum mean log-prob difference in nats for `rollout.max_mismatch: auto`, by the lower precision of engine and trainer."""
 FLOOR = {"float32": 1e-3, "bfloat16": 0.03}
-"""Mean log-prob difference in nats up to which a difference counts as rounding, by precision."""
+"""Mean log-prob differences in nats, by precision, that count as rounding: limits relative to earlier steps or other engines are never
+lower."""
 STALE_FLOOR = 0.05
-"""FLOOR for samples that older weights generated."""
+"""Log-prob difference in nats that counts as rounding (FLOOR) for samples of older weights, in any precision."""
 FACTOR, STALE_FACTOR = 5.0, 10.0
-"""An error is raised if an engine's mean log-prob difference exceeds FACTOR times the median of earlier steps, or FACTOR times the other
-engines' mean. For samples of older weights, STALE_FACTOR takes the place of FACTOR."""
+"""Limits of an engine's mean log-prob difference: FACTOR times the median of earlier steps, and FACTOR times the mean of the other engines.
+For samples of older weights, the factor is STALE_FACTOR."""
 LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 """Minimum tokens of an engine for a comparison, by precision: single tokens differ much in bfloat16."""
 LEAST_STALE_TOKENS = 200
-"""Minimum tokens for a comparison on samples of older weights: single tokens differ much there in any precision."""
+"""Minimum tokens for a comparison (LEAST_TOKENS) of samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
-"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or exceeds SUDDEN
-times the limit once. Their differences vary much, because the trainer has been updated since."""
+"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once exceeds
+SUDDEN times the limit, because their differences vary much."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
-"""Number of earlier steps in the median: at least LEAST_STEPS (LEAST_STALE_STEPS for samples of older weights), at most MOST_STEPS."""
+"""Steps in the median that FACTOR multiplies: the latest MOST_STEPS. With fewer than LEAST_STEPS (LEAST_STALE_STEPS for samples of older
+weights), there is no comparison with the median."""
 Age = tuple[int, int]
-"""Age of a sample: number of weight updates since its oldest token was generated, and since its newest."""
+"""Age of a sample: (weight updates since its oldest token was generated, weight updates since its newest token was)."""
 CURRENT = (0, 0)
 
 
 class DifferentModels(RuntimeError):
-    """Log-probs of engine and trainer, or weights of data parallel replicas, differ."""
+    """Error: log-probs of engine and trainer differ, or replicas hold different weights."""
 
 
 class EnginesDiffer(DifferentModels):
@@ -85,7 +87,7 @@ def compare_replicas(model: Model[Any], step: int) -> None:
 
 
 class Agreement:
-    """Compares each engine's log-probs with the trainer's, separately by age of the samples' weights."""
+    """Compares each engine's log-probs with the trainer's, separately for each Age of samples."""
 
     def __init__(self, config: RunConfig) -> None:
         self._is_live = generates(config)
@@ -100,17 +102,16 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean absolute log-prob difference between engines and trainer in each earlier step, by Age of the samples. Keys are text ("0 0")
-        for JSON."""
+        """Mean absolute log-prob difference of each earlier step, by Age. Keys are text ("0 0") because JSON has no tuples."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """Number of latest steps in a row in which an engine's samples of older weights exceeded a limit, by age and engine."""
+        """{(Age of samples, engine): number of latest steps in a row in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version
 
     def check(self, version: int, rows: DataProto, found: Iterable[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs differ too much. `version`: of the trainer's weights. `found`: for each rank, {sample number:
-        (sum of log-prob differences, number of tokens)}."""
+        """Raise EnginesDiffer if log-probs differ too much. `version`: the trainer's weight version. `found`: for each rank, {sample
+        number: (sum of absolute log-prob differences, number of tokens)}."""
         if version == self._accepted:
             self._is_first = False
         if self._bound is None or version == self._accepted or not (self._is_live or self._is_first):

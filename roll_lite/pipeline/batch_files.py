@@ -1,4 +1,4 @@
-"""Files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of the losses, samples of skipped
+"""Files from which examples/recompute.py repeats updates (docs/recompute.md): start weights, inputs of losses, samples of skipped
 updates."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BatchFiles:
         return self.are_written and step <= self._until
 
     def keep_start(self, models: Models) -> None:
-        """Save the weights that the run starts from: adapters and small models as copies, large models as paths."""
+        """Save the start weights. Adapters and small models are copied; of a large model, only path and checksums are written."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -94,7 +94,7 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """Write the samples of an update that was skipped because loss or gradient was not finite, even with `batches.write: never`."""
+        """Write the samples of an update that was skipped as not finite, even with `batches.write: never`."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN

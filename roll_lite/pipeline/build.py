@@ -71,16 +71,16 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment variables that stop libraries from reporting usage and downloading."""
+"""Environment variables of workers against usage reports, downloads and tokenizer threads."""
 FROM_DRIVER = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "VLLM_USE_V2_MODEL_RUNNER")
 """Driver environment variables that GPU workers receive, also on other nodes."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables for torch's allocators; the first has priority."""
+"""Environment variables with settings of torch's allocator: the current name and the older one."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Environment variable for the number of hardware queues. With one queue, kernels start in launch order, which Megatron's tensor-parallel
-overlap needs."""
+"""Environment variable: number of a GPU's hardware queues. With one, kernels run in launch order, which Megatron's tensor parallel overlap
+needs."""
 BLACKWELL = ("B100", "B200", "B300", "GB200", "GB300")
-"""Ray's names of the GPUs on which CUDA_DEVICE_MAX_CONNECTIONS need not be 1."""
+"""Names, as Ray gives them, of GPUs that work without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 KNOWS_PINNED_SIZE = (2, 13)
 """First torch version with `pinned_max_cached_size_mb`; earlier versions reject unknown settings."""
 
@@ -110,8 +110,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of QUIET, with the user's values where set. Unless the user set it, HF_HUB_OFFLINE is left out if
-    the configuration names the hub (hf://)."""
+    """Return the environment variables of QUIET; the user's values in `given` take precedence. HF_HUB_OFFLINE is left out if models must be
+    downloaded (hf://) and the user did not set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 
@@ -121,7 +121,7 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return environment variables of a role's GPU workers. `accelerators`: Ray's names of GPUs.
 
-    Members of an NCCL group need equal settings, so trainers get the settings that SGLang chooses for engines. Trainers also get expandable
+    Trainers get the settings that SGLang chooses for engines, since members of an NCCL group need equal ones. They also get expandable
     segments, since changing micro-batches fragment memory, and a limit for cached pinned memory: torch would round pinned copies up to
     powers of two and never free them.
     """
@@ -155,7 +155,7 @@ def supervised_rows(config: RunConfig) -> SupervisedRows | None:
 
 
 def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offloaded: Sequence[str]) -> None:
-    """Initialize workers: in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
+    """Initialize workers, in parallel if they stay loaded, otherwise one by one. `offloaded`: reward models that do not stay loaded."""
     initialize(models, lambda: [] if live is None else starting(live, offloaded))
     if live is None:
         return
@@ -172,8 +172,8 @@ def initialize_all(models: Sequence[Model[Any]], live: LiveRollouts | None, offl
 
 
 def starting(live: LiveRollouts, offloaded: Sequence[str]) -> list[Pending[Any]]:
-    """Begin to initialize the rollout service, the judges, the reward models not in `offloaded`, and the engines unless they are offloaded.
-    Return the pending calls."""
+    """Start to initialize what stays loaded: rollout service, judges, engines, reward models not in `offloaded`. Return the pending
+    calls."""
     together: list[Pending[Any]] = [live.engines.replicas.start_all(InferWorker.preload)]
     together.append(live.prepare_service())
     together += [ranks.start_all(RewardModelWorker.initialize) for name, ranks in live.reward_models.items() if name not in offloaded]
@@ -267,8 +267,8 @@ class Starter:
         return Engines(start_cluster(spec, InferWorker, engine, parts), role, turns), joining
 
     def replica_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Return (slots, options). `slots`: devices of each engine replica, only those on its first node. `options`: for replicas that span
-        nodes, Ray options of their actors on further nodes, as [replica][node]."""
+        """Return (slots, options). `slots`: the devices of each engine replica on its first node. `options[replica]`: Ray options of the
+        replica's actors on further nodes, if any."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []
@@ -284,7 +284,7 @@ class Starter:
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
     def nodes_for_rewards(self) -> tuple[str, ...]:
-        """Return nodes of driver and trainers: the loss of an engine node must not kill reward workers."""
+        """Return ids of the driver's and the trainers' nodes: on an engine's node, reward workers would be lost with the node."""
         trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
         return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
 

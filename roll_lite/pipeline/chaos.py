@@ -21,7 +21,7 @@ SLICE_SECONDS = 0.2
 RUNS = 0.1
 """Fraction of time in which a slowed process runs."""
 CUT = "for do in add del; do ip rule $do pref 1 blackhole; ip -6 rule $do pref 1 blackhole; [ $do = del ] || sleep $0; done"
-"""Shell command that blocks all traffic leaving the node for a time of $0 seconds."""
+"""Shell command that blocks all traffic leaving the node for $0 seconds."""
 TRY_CUT = "ip rule add pref 32765 lookup main && ip rule del pref 32765 lookup main"
 """Shell command that fails where CUT would: adds and removes a harmless routing rule."""
 
@@ -39,7 +39,7 @@ def faults(config: ChaosConfig | None, say: Callable[[str], None]) -> Iterator[N
 
 
 def check_cuts(config: ChaosConfig | None, nodes: Sequence[str]) -> None:
-    """Raise ValueError if `chaos.actions` contains `cut`, but `nodes` is empty or has a node that cannot be cut off."""
+    """Raise ValueError if `chaos.actions` contains `cut`, but `nodes` (ids) is empty or has a node that cannot be cut off."""
     if config is None or "cut" not in config.actions:
         return
     if not nodes:
@@ -111,8 +111,8 @@ def nodes_never_cut() -> set[str]:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def strike(place: Place, action: str, draw: float, seconds: float) -> None:
-    """Kill, stop or slow a process, or cut off its node. `draw` in [0, 1) selects the process at `place` or one of its descendants.
-    `seconds`: duration of slowing or cutting off."""
+    """Kill, stop or slow a process, or cut off this node. `draw`, random in [0, 1), selects the process at `place` or one of its
+    descendants. `seconds`: duration of slowing or cutting off."""
     if action == "cut":  # own session, so that the cut ends even if Ray ends this process, as after long cuts
         subprocess.run(["sh", "-c", CUT, str(seconds)], start_new_session=True, check=False)
         return

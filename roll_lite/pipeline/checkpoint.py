@@ -46,8 +46,7 @@ from roll_lite.workers.model import ModelWorker
 logger = logging.getLogger(__name__)
 
 COPY_SHARE = 0.25
-"""Maximum fraction of Ray's object store for an in-memory copy: the store must also hold the previous copy and the batches of
-recovery.py."""
+"""Maximum fraction of Ray's object store for an in-memory copy: the previous copy and the batches of recovery.py must fit too."""
 NO_ROOM = (
     "checkpoint.in_memory_every: no copies are made: a rank of %s needs %.0f MB of Ray's object store, %.0f MB are free for each; raise "
     "ray.object_store_mb (ray start --object-store-memory)"
@@ -55,12 +54,12 @@ NO_ROOM = (
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 DRIVERS_FILES = (STATE_FILE, UNFINISHED_FILE)
 SEEN_WITHIN_S = 60.0
-"""Seconds to wait for files written on other nodes: a network file system may cache their absence."""
+"""Seconds to wait for files of other nodes: a network file system may cache their absence."""
 FULL = 16 << 20
 LAST_TRIES, BETWEEN_TRIES_S = 4, 15.0
-"""Number of attempts to upload the last checkpoint, and seconds between them, before the run fails."""
+"""Number of attempts to upload the last checkpoint, and seconds between them."""
 INTERRUPTED_S = 3.0
-"""Seconds, after an interruption, in which ranks must answer whether they have written the checkpoint."""
+"""Seconds for ranks to answer, after an interruption, whether they have written the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Unfinished:
 
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path, nodes_without_run_folder: Collection[str] = ()) -> None:
-        """Take `nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
+        """`nodes_without_run_folder`: addresses of nodes that do not share the run folder."""
         self._config = config
         self._nodes_without_run_folder = nodes_without_run_folder
         self._run_folder = run_folder
@@ -86,8 +85,8 @@ class Checkpoints:
         self.continues_in_folder = continues_in_folder(config, run_folder)
 
     def save(self, models: Models, rollouts: dict[str, Any], pipeline: dict[str, Any], unfinished: bytes = b"") -> Path:
-        """Save a checkpoint; if asynchronous, it is complete only after `finish_if_written` or `finish`. `unfinished`: samples in
-        flight."""
+        """Save a checkpoint and return its folder. If asynchronous, it is complete only after `finish_if_written` or `finish`. `rollouts`,
+        `pipeline`: states of rollout service and driver. `unfinished`: file content with the samples in flight."""
         self.finish()
         if self._newest is not None and self.newest_step == pipeline["steps_done"]:
             return self._newest  # saved before a rank was lost and later steps were repeated
@@ -133,8 +132,8 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Run the block; if it fails, try to complete the checkpoint in progress. After an interruption (Ctrl-C, SIGTERM), complete it only
-        if all ranks have already written it."""
+        """Run the block. If it fails, try to complete the checkpoint in progress; after an interruption (Ctrl-C, SIGTERM), only if all
+        ranks have written it."""
         try:
             yield
         except Exception:
@@ -233,10 +232,8 @@ class Checkpoints:
         keep_only(self._run_folder / FOLDER, names)
 
     def load(self, models: Models, source: BatchSource) -> dict[str, Any] | None:
-        """Verify and load `checkpoint.resume`; return the driver's state, None if unset.
-
-        If the checkpoint is damaged and the run continues in its own folder, mark it and load the previous one.
-        """
+        """Verify and load the checkpoint of `checkpoint.resume`. Return the driver's state; None if the run starts anew. If the checkpoint
+        is damaged and the run continues in its own folder, mark it and load the previous one."""
         if self._config.checkpoint.source is None:
             return None
         folder = resumption(self._config.checkpoint.source).checkpoint
@@ -275,7 +272,7 @@ class Checkpoints:
         self._copy, self.copied_step = {"pipeline": pipeline, "rollouts": rollouts, "copies": copies}, pipeline["steps_done"]
 
     def go_back(self, models: Models) -> dict[str, Any] | None:
-        """Load the in-memory copy, or a newer complete checkpoint, into new ranks. Return its state; None if neither exists."""
+        """Load the in-memory copy, or a checkpoint that is newer, into new ranks. Return the loaded state; None if neither exists."""
         if self._running is not None:
             shutil.rmtree(self._running.folder, ignore_errors=True)
             self._running = None
@@ -300,10 +297,8 @@ class Checkpoints:
         return state
 
     def set_aside_newest(self, error: DamagedCheckpoint) -> None:
-        """Mark the newest checkpoint as damaged; fall back to the run's previous one, or to the start weights.
-
-        Raise `error` if a resumed run has no other checkpoint of its own.
-        """
+        """Mark this run's newest checkpoint as damaged, and use its previous one. Without a previous one, a new run uses the start weights,
+        and a resumed run raises `error`."""
         assert self._newest is not None
         with reaching(self._home):
             earlier = [other for other in finished_checkpoints(self._home) if steps_of(other) < self.newest_step]
@@ -319,18 +314,19 @@ class Checkpoints:
                 model.ranks.all(ModelWorker.load_checkpoint, (self._on_nodes(folder) / role).resolve())
 
     def _unfinished(self, folder: Path, state: dict[str, Any]) -> bytes:
-        """Return the file of unfinished samples; empty if absent or if generation or scoring settings changed."""
+        """Return the checkpoint's file of samples in flight; empty without such a file, or if settings of generation or scoring have
+        changed."""
         file = self._on_nodes(folder) / UNFINISHED_FILE
         usable = samples_continue(state["config"], self._config.model_dump(mode="json"))
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint; for one in a remote store, the copy on their node."""
+        """Return the folder from which ranks load a checkpoint: their node's copy if it is in a remote store."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:
-        """Verify checksums, download missing files, return the checkpoint's state. `copy`: local folder to read state.json and files.json
-        from."""
+        """Verify a checkpoint's checksums, download missing files, and return its state. `copy`: local folder that already has state.json
+        and files.json; None: read both from `folder`."""
         described = copy or folder
         with reaching(described):
             state, wanted = read_state(described, sizes=described == folder), read_list(described)
@@ -355,7 +351,7 @@ class Checkpoints:
         return state
 
     def export_model(self, models: Models) -> Path:
-        """Export the actor, its moving average (EMA, if configured) and the critic in Hugging Face format."""
+        """Export actor, moving average (EMA, if configured) and critic in Hugging Face format."""
         for role, model in models.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
                 self._save_hf(model, role, EXPORTED[role], average=False)
@@ -365,7 +361,8 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, models: Models, refresh: RefreshConfig) -> None:
-        """Copy the actor's weights, or their moving average, to the reference. Uses files, since the roles' parallel layouts may differ."""
+        """Copy the actor's weights, or their moving average, to the reference: through files, since the roles may be sharded
+        differently."""
         with models.actor.loaded(states(Phase.NEW_REFERENCE)):
             folder = self._save_hf(models.actor, "actor_train", "reference", refresh.weights == "ema")
         assert models.reference is not None
@@ -388,7 +385,7 @@ class Checkpoints:
 
 @contextmanager
 def _removed_on_failure(folder: Path) -> Iterator[None]:
-    """Remove the checkpoint if the block fails: a full disk would prevent recording the run's end."""
+    """Remove the checkpoint's folder if the block fails: on a full disk, the end of the run could not be recorded."""
     try:
         yield
     except Exception as error:
@@ -400,7 +397,8 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 
 
 def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
-    """Wait until this node sees the ranks' files with these sizes. Raise RuntimeError after SEEN_WITHIN_S."""
+    """Wait until this node sees the files that ranks of `role` have written, with these sizes in bytes. Raise RuntimeError after
+    SEEN_WITHIN_S."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
         if time.monotonic() >= deadline:

@@ -1,7 +1,7 @@
 """Choose the checkpoint to resume from; check that its files are intact and fit the run.
 
-A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and `files.json`
-(sizes and checksums), written last.
+A folder `checkpoints/step_000020` holds a folder per trained role, `state.json`, `unfinished.parquet` (samples in flight) and, written
+last, `files.json` (sizes and checksums).
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Choose the checkpoint to resume from. If `folder` is a checkpoint, it is chosen. If `folder` is a run's, the run's newest finished
-    checkpoint is chosen or, if there is none, the one from which the run resumed.
+    """Return the checkpoint to resume from: `folder` itself if it is one, otherwise the newest finished checkpoint of the run in `folder`
+    or, if it has none, the checkpoint from which this run resumed.
 
-    Raise ValueError if no finished checkpoint is found.
+    Raise ValueError if there is none.
     """
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):
@@ -93,8 +93,8 @@ def resumption(folder: Path) -> Resumption:
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with `checkpoint.resume: auto` replaced by a checkpoint or None, and notes on the choice. May raise
-    StoreUnreachable."""
+    """Replace `checkpoint.resume: auto` by the experiment's newest intact checkpoint, or by None. Return the configuration and notes on the
+    choice. May raise StoreUnreachable."""
     given = config.checkpoint.resume
     if given != "auto":
         if isinstance(given, Path) and (store := checkpoint_setting(given, "store")):
@@ -147,7 +147,7 @@ def steps_of(checkpoint: Path) -> int:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; the files that mark it as finished go first."""
+    """Delete a checkpoint, first the files that mark it as finished."""
     for name in (STATE_FILE, LIST_FILE):
         (checkpoint / name).unlink(missing_ok=True)
     remove_tree(checkpoint)

@@ -72,7 +72,8 @@ class Model(Movable, Generic[W]):
         return loaded(self, parts)
 
     def bring_home(self, folder: Path, names: Sequence[Collection[str]], nodes: Collection[str]) -> None:
-        """Move files that ranks wrote on `nodes` (addresses) to the same folder on the driver's node. `names`: files of each rank."""
+        """Move files that ranks wrote in `folder` on other `nodes` (addresses) to this folder on the driver's node. `names`: file names of
+        each rank."""
         if not nodes:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +96,8 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows that these parts use; a row
-        used by several mini-batches is sent once."""
+        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows of these parts, each
+        once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -118,7 +119,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of turns in which engines start: engines measure free memory, so engines on one GPU start one by one."""
+    """Number of rounds in which engines start. Engines measure free memory, so those that share a GPU must start in different rounds."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -134,7 +135,7 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block. `also_loaded`: models to load too, each with its state
+        """Load the engine memory that a phase needs, and offload it after the block. `also_loaded`: models to load too, with their state
         groups; the caller offloads them."""
         return loaded(self, self.parts(phase), also_loaded)
 
@@ -173,8 +174,8 @@ def lengths(rows: DataProto) -> torch.Tensor:
 
 
 def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence[Pending[Any]]] = tuple) -> None:
-    """Initialize models that stay loaded, in parallel with the calls of `start_others`; then initialize and offload the others one by
-    one."""
+    """Initialize models that stay loaded, in parallel with the calls that `start_others` starts. Then initialize and offload the other
+    models one by one."""
     gather(*(model.ranks.start_all(ModelWorker.initialize) for model in models if not model.offloads), *start_others())
     for model in models:
         if model.offloads:
@@ -186,7 +187,7 @@ def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Return the state groups (weights, ...) that models load in this phase. Fails for `generate`, in which roles load different ones."""
+    """Return the state groups (such as weights) that every model loads in a phase. Raise ValueError for `generate`, where they differ."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -196,13 +197,13 @@ class DeviceTurn(Generic[R]):
     role: Movable
     start: Callable[[], Pending[R]]
     took: Callable[[float], None] = lambda seconds: None
-    """Callback that receives the seconds of the turn, load and offload included."""
+    """Called with the turn's duration in seconds, loading and offloading included."""
 
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """Load `parts` of a role's state for the block, then offload them; roles that do not offload stay loaded. `also_loaded`: further roles
-    to load, with their parts; the caller offloads them. After an exception, this function starts to offload all of them."""
+    """Load `parts` of a role's state for the block, then offload them if the role offloads. `also_loaded`: further roles to load, with
+    their parts; the caller offloads them. After an exception, start to offload all of them."""
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *also_loaded] if one.offloads))
         yield
@@ -215,8 +216,8 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Run the turn (load, work, offload) of each role; return results in the order of `turns`. Roles that offload and share devices run one
-    after another, all others in parallel."""
+    """Run each role's turn (load, work, offload); return results in the order of `turns`. Roles that offload and share devices run one
+    after another, others in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -244,7 +245,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """Yield a turn's calls (load, work, offload), receive their results by `send`, return the work's result."""
+    """Yield each pending call of a turn (load, work, offload), and receive its result by `send`. Return the work's result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()

@@ -1,5 +1,3 @@
-"""Compute log-probs and values of finished sample groups while the rest of the batch is generated (`rollout.stream_log_probs`)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,8 +20,8 @@ class EarlyPass:
 
 
 class EarlyPasses:
-    """Starts forward passes over finished sample groups while the rest of the batch is generated. Drops results of samples that do not end
-    up in the batch."""
+    """Computes log-probs and values of finished sample groups while the rest of the batch is generated (`rollout.stream_log_probs`). Drops
+    results of samples that do not end up in the batch."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         self._models = models
@@ -63,7 +61,7 @@ class EarlyPasses:
         return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
 
     def forget(self) -> None:
-        """Drop all passes, because their batch has ended or their ranks were lost."""
+        """Drop all passes, because their batch is complete or their ranks were lost."""
         for running in [running for part in self._parts for running in part.passes]:
             running.settle()
         if self._asked is not None:
@@ -72,7 +70,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's key (group, index in the group, branch). Row numbers differ between a part of the batch and the whole batch, keys
-    do not."""
+    """Return each row's key (group, index in the group, branch): the same in a part of the batch and in the whole batch, unlike its sample
+    number."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

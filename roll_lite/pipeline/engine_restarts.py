@@ -32,13 +32,13 @@ DRAIN_SECONDS = 3.0
 
 @dataclass
 class _Start:
-    """Engine that is starting. `calls`: Ray calls for its node check (if any), `initialize` and `place`, in this order."""
+    """Engine that is starting. `calls`: pending Ray calls: the node check (if any), `initialize`, `place`."""
 
     calls: list[ray.ObjectRef]
     place: Place | None = None
     """Node and process; None until the engine has started."""
     since: float | None = None
-    """Time at which the process was first seen; None while it may wait for devices."""
+    """Time at which the process was first seen to run; None before that: it may still wait for devices."""
 
     @property
     def is_ready(self) -> bool:
@@ -47,7 +47,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class JoiningEngines:
-    """Reserves devices for engines that join during the run, and checks that their nodes have the driver's files and versions."""
+    """Reserves devices for engines that join during the run, and checks their nodes' files and versions."""
 
     slots: list[Slot]
     new_slot: Callable[[], Slot]
@@ -61,11 +61,11 @@ class JoiningEngines:
         return task.remote(self.drivers, installed(), ray.util.get_node_ip_address())
 
     def release(self, engine: int) -> None:
-        """Free the devices reserved for an engine, which ends the engine."""
+        """Give up the devices reserved for an engine; Ray then ends its process."""
         remove_placement_group(self.slots[engine].reserved)
 
     def reserve(self, engine: int) -> None:
-        """Give an engine a new slot, so that it waits until devices are free."""
+        """Reserve new devices for an engine: it waits until devices are free."""
         self.slots[engine] = self.new_slot()
 
     def joined(self, place: Place) -> None:
@@ -74,8 +74,8 @@ class JoiningEngines:
 
 
 class EngineRestarts:
-    """Starts replacements of lost engines and, with `joining`, further engines. An engine that has started but lacks the current weights is
-    a newcomer."""
+    """Starts replacements of lost engines and, with `joining`, further engines. Newcomers are engines that have started but lack the
+    current weights."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class EngineRestarts:
         follows_drains: bool = False,
         start_s: float | None = None,
     ) -> None:
-        """`restarts`: limit per engine within BUDGET_SECONDS. `start_s`: time limit of a start; None: unlimited. `follows_drains`: restart
-        the engines of draining nodes elsewhere."""
+        """`restarts`: maximum restarts of an engine within BUDGET_SECONDS. `start_s`: time limit of a start in seconds; None: no limit.
+        `follows_drains`: restart the engines of draining nodes elsewhere."""
         self.replicas = engines.replicas
         self._engines = engines
         self._rollouts = rollouts
@@ -103,7 +103,7 @@ class EngineRestarts:
         self._waiting = set(range(self._group.initial_ranks, self.replicas.world_size))
         """Engines that wait for devices; they are not reported as lost."""
         self._rests_until: dict[int, float] = {}
-        """Engine -> time of its next start, for engines that joined during the run and used up their restarts."""
+        """{engine: time at which it may start again}, for engines that joined during the run and used up their restarts."""
         self._asked = 0.0
         self._leaving: dict[int, ray.ObjectRef] = {}
         self._lost_at: dict[int, float] = {}
@@ -123,14 +123,14 @@ class EngineRestarts:
 
     @property
     def newcomers(self) -> list[int]:
-        """Living engines that lack the current weights and do not serve yet."""
+        """Living engines without the current weights, which do not serve yet."""
         lost = self._group.lost
         self._newcomers = [engine for engine in self._newcomers if engine not in lost]
         return self._newcomers
 
     @property
     def absent(self) -> dict[int, str]:
-        """Engines that must not serve, with the reason: lost, or without the current weights."""
+        """{engine: reason} for engines that must not get requests: lost, or without the current weights."""
         return {**self._group.lost, **dict.fromkeys(self.newcomers, "its successor lacks the current weights")}
 
     def service_restarted(self) -> None:
@@ -139,7 +139,7 @@ class EngineRestarts:
                 self._rollouts.one(RolloutWorker.engine_given_up, engine, cause)
 
     def tell_losses(self) -> None:
-        """Report each lost engine once, with the cause seen by the rollout service or, if it saw none, by the driver."""
+        """Report each lost engine once, with the cause seen by the rollout service, else by the driver."""
 
         def without_waiting(lost: Mapping[int, str]) -> dict[int, str]:
             return {engine: cause for engine, cause in lost.items() if engine not in self._waiting}
@@ -149,7 +149,7 @@ class EngineRestarts:
             self._journal.engines_lost(lost, self.replicas.world_size - len(self._waiting))
 
     def tend(self) -> None:
-        """Start replacements, note which have started, and end engines on draining nodes. Does not block."""
+        """Start replacements, note which have started, and move engines off draining nodes. Does not block."""
         if self._follows_drains:
             self._follow_drains()
         for engine, cause in self._group.lost.items():
@@ -167,15 +167,15 @@ class EngineRestarts:
                 self._restart(engine, failure or cause)
 
     def may_serve(self) -> bool:
-        """Call `tend`, then return True if started replacements may get weights and serve. With `offload: true`, they may only if no other
-        engine lives."""
+        """Call `tend`. Return True if started replacements may get weights and serve; with `offload: true`, only if no other engine
+        lives."""
         self.tend()
         ready = any(start.is_ready for start in self._starts.values())
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload their memory
-        `parts`."""
+        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload `parts` of their
+        memory."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -280,8 +280,8 @@ class EngineRestarts:
                 self._restart_where_free(engine)
 
     def _restart_where_free(self, engine: int) -> None:
-        """Restart an engine. One that joined during the run (see `most_replicas`) gives up its devices, and its new process waits for free
-        devices on any node. Any other engine restarts on its own devices."""
+        """Restart an engine on its own devices. One that joined during the run (`most_replicas`) gives them up and waits for free devices
+        on any node."""
         if (joining := self._joining_of(engine)) is not None:
             joining.release(engine)
             joining.reserve(engine)

@@ -59,7 +59,7 @@ from roll_lite.workers.phases import PhaseWork, RankWork
 UPDATES_FILE = "updates.jsonl"
 SPANS_FILE = "spans.jsonl"
 MOST_RANKS = 32
-"""Maximum training ranks of a role whose spans are written to SPANS_FILE."""
+"""Number of training ranks per role whose spans are written to SPANS_FILE."""
 FAILURE_FILE = "failure.txt"
 PAUSED_FILE = "paused.txt"
 """File with the reason for a pause; deleting it continues the run."""
@@ -70,7 +70,7 @@ SHOWN_EVERY = 10
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
-"""Matches numbers and words with digits, which are ignored when messages are compared."""
+"""Numbers and words with digits, ignored when messages are compared."""
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -80,7 +80,7 @@ SOLVED = {
     "most": (0.75, 1.0 - 1e-6),
     "all": (1.0 - 1e-6, 1.0),
 }
-"""Bins of a group's fraction of correct samples: above the first number, up to and including the second."""
+"""Bins of a group's fraction of correct samples: low < fraction <= high."""
 
 
 class Journal:
@@ -101,14 +101,13 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """Messages already printed. Key: place, and text without numbers. Value: number of occurrences, and full text of the first."""
+        """{(place, text without numbers): (number of occurrences, full text of the first)} of printed messages."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)
         self._current = 0
         self._work: Mapping[str, Sequence[RankWork]] = {}
         self._evaluation: Results | None = None
-        """Result of `mode: evaluate`."""
         self._shaped: DataProto | None = None
 
     def connect(self) -> None:
@@ -153,8 +152,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase that was running at its start or, if
-        there is none, the step."""
+        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase at its start or, without one, the
+        step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):
@@ -165,7 +164,6 @@ class Journal:
                             yield Span(f"{role}[{rank}] {phase}", start, seconds, next(around, STEP), role, rank)
 
     def _write_spans(self, step: int, spans: Sequence[Span]) -> None:
-        """Append the step's spans: name, start, seconds, role, rank."""
         rows = [(one.name, round(one.start, 4), round(one.seconds, 4), one.role, one.rank) for one in spans if (one.rank or 0) < MOST_RANKS]
         with (self.folder / SPANS_FILE).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
@@ -195,7 +193,7 @@ class Journal:
 
     @contextmanager
     def paused(self, reason: Exception) -> Iterator[Path]:
-        """Announce a pause for the duration of the block. Yields a file that the user deletes to continue."""
+        """Announce a pause for the duration of the block. Yield the file that the user deletes to continue."""
         file = self.folder / PAUSED_FILE
         write_whole(file, f"{reason}\n")
         self.console.message(f"paused: {reason}\nTo continue all the same, delete {file}; to end the run, press Ctrl-C")
@@ -209,7 +207,7 @@ class Journal:
         return self._lost_engines.issuperset(engines)
 
     def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
-        """Report newly lost engines. `causes`: cause by engine number, for all engines lost so far. `engines`: number of engines, lost ones
+        """Report newly lost engines. `causes`: {engine number: cause} of all engines lost so far. `engines`: number of engines, lost ones
         included."""
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
@@ -238,9 +236,9 @@ class Journal:
         self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
-        """Report a lost rank, whose role restarts from step `since`. Remove records of updates after `reached`, the last complete step.
-        `repeats`: what is repeated in between ("steps" or "the updates of steps"). `in_memory`: True if the role restarts from an in-memory
-        copy."""
+        """Report a lost rank. Its role restarts from step `since`; records after `reached`, the last complete step, are removed. `repeats`:
+        what the run repeats in between: "steps", or "the updates of steps". `in_memory`: whether the role restarts from a copy in
+        memory."""
         cause = failure.cause.splitlines()[0]
         with (self.folder / FAILURE_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{failure}\n\n")
@@ -264,8 +262,8 @@ class Journal:
         replaced: Mapping[str, Mapping[str, int]],
         silences: Iterable[float] = (),
     ) -> None:
-        """Record a batch. `replaced`: number of replaced workers, by kind (reward, environment) and domain. `silences`: for each lost
-        engine, seconds from its last answer to the loss."""
+        """Record a batch. `replaced`: {"reward" or "environment": {domain: number of replaced workers}}. `silences`: for each lost engine,
+        seconds from its last answer to its loss."""
         for part, of_domains in replaced.items():
             for name, died in of_domains.items():
                 self._sums.add(f"{part}/workers_replaced", died, label=name)
@@ -394,8 +392,8 @@ class Journal:
         unfinished.replace(file)
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
-        """Record a step's optimizer updates, given as {role: [data parallel rank][update]}. Metric sums are equal on all ranks, so they are
-        read from the first; peaks are merged over ranks."""
+        """Record a step's optimizer updates. `updates`: {role: [data parallel rank][update]}. Metric sums, equal on all ranks, are read
+        from the first; peaks are merged."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
                 counts = self._counts(role, update)
@@ -518,7 +516,6 @@ class Journal:
         self._trackers.show_samples(step, "validation", self.folder / "samples" / f"validation_{step:06d}.jsonl", self._domains)
 
     def close(self, exit_state: str) -> None:
-        """Write summary.json, curves.png and report.html, print the closing table, close the trackers."""
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._report.close()
@@ -578,8 +575,8 @@ class Journal:
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """Return validation metrics by domain and by value of its `report_by` column: means over samples; pass@k, best@k, maj@k over prompts
-    with at least k samples."""
+    """Return validation metrics by domain and by value of its `report_by` columns. Some are means over samples; pass@k, best@k and maj@k
+    are means over prompts with at least k samples."""
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _held_out_domain(sums, own, samples_per_prompt, str(domain))

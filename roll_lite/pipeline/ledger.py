@@ -1,4 +1,4 @@
-"""Ledger of a run, ledger.jsonl: what became of every prompt, sample and update (docs/ledger.md)."""
+"""Write ledger.jsonl, the ledger of a run: what happened to every prompt, sample and update (docs/ledger.md)."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Ledger:
     def updates(
         self, step: int, rows: DataProto, mini_batches: Sequence[MiniBatch], updates: Mapping[str, Sequence[Sequence[Update]]]
     ) -> None:
-        """Record for each mini-batch its samples and what each role's optimizer did: trained, skipped (not finite), or stopped (training
-        had ended early). `updates`: {role: [data parallel rank][update]}."""
+        """Record each mini-batch's samples and its outcome for each role: trained, skipped (not finite) or stopped (training had ended
+        early). `updates`: {role: [data parallel rank][update]}."""
         place = np.zeros(int(rows.tensor("sample").max()) + 1, dtype=np.int64)
         place[rows.tensor("sample").numpy()] = np.arange(len(rows))
         for number, mini_batch in enumerate(mini_batches):
@@ -98,7 +98,7 @@ def _outcome(updates: Sequence[Update], number: int) -> str:
 
 
 def _names(rows: DataProto, places: np.ndarray) -> dict[int, list[int]]:
-    """Return {group id: indices of the samples in the group} for the rows at the indices `places`."""
+    """Return {group id: indices of its samples} for the rows at the indices `places`."""
     groups, indices = rows.tensor("group").numpy()[places].tolist(), rows.tensor("index").numpy()[places].tolist()
     names: dict[int, dict[int, None]] = {}
     for group, index in zip(groups, indices, strict=True):

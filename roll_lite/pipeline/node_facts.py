@@ -1,4 +1,4 @@
-"""Facts about a run's nodes (versions, clocks, memory, disk, open ports), compared and shown before the run starts."""
+"""Collect facts about the nodes of a run (versions, clocks, memory, disk, connections), and compare them before the run starts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class NodeFacts:
     memory_gib: float
     disk_gib: float
     unreachable: Mapping[str, str]
-    """Reasons why nodes cannot be reached, by address."""
+    """{address of another node: reason why this node cannot connect to it}."""
     clock_s: float = 0.0
-    """Seconds by which the node's clock is certainly ahead of the driver's; negative: behind."""
+    """Seconds by which the node's clock is ahead of the driver's (negative: behind), less the uncertainty of the measurement."""
 
 
 class Scout:
@@ -64,8 +64,7 @@ class Scout:
 
 
 def installed() -> dict[str, str]:
-    """Return the versions of Python and packages. A package's version is followed by a hash of its sources as installed, since builds of
-    one version may differ."""
+    """Return the versions of Python and of PACKAGES, each package's with a hash of its Python files: builds of a version may differ."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         for of_build in (name, f"{name}-cpu"):  # vLLM's build for CPUs has a name of its own
@@ -77,7 +76,7 @@ def installed() -> dict[str, str]:
 
 
 def _sources_of(package: Distribution) -> str:
-    """Hash the checksums of a package's Python files, as its installer recorded them."""
+    """Hash the checksums that the installer recorded for a package's Python files."""
     lines = (package.read_text("RECORD") or "").splitlines()
     sources = sorted(line for line in lines if line.split(",")[0].endswith(".py") and not line.startswith(".."))
     return hashlib.blake2b("\n".join(sources).encode(), digest_size=4).hexdigest()
@@ -92,10 +91,8 @@ def _why_unreachable(place: tuple[str, int]) -> str | None:
 
 
 def compare_nodes(placement: Placement, run_folder: Path, tell: Callable[[str], None]) -> list[str]:
-    """Show a run's nodes in a table; return the ids of all nodes except the driver's.
-
-    Raise ValueError if versions differ or nodes cannot reach each other.
-    """
+    """Show a run's nodes in a table; return the ids of all except the driver's. Raise ValueError if versions differ or nodes cannot reach
+    each other."""
     driver = ray.get_runtime_context().get_node_id()
     by_role = placement.nodes_by_role()
     roles_of = {node: {role for role, own in by_role.items() if node in own} for node in [driver, *sorted(set().union(*by_role.values()))]}
@@ -137,8 +134,8 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address; the driver's node is the
-    first in `facts`."""
+    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address, in `facts` the driver's
+    first."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):

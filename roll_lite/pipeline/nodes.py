@@ -29,7 +29,6 @@ from roll_lite.pipeline.checkpoint_files import follows_actor, resumption, saved
 
 RESUME, CODE = "checkpoint.resume", "roll_lite"
 DOTTED_PATH = re.compile(r'"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)"')
-"""Matches dotted paths in JSON."""
 INSTALLED = {"site-packages", "dist-packages"}
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Suffixes of files that must be equal on all nodes: configuration, weights, tokenizer, chat template."""
@@ -43,15 +42,15 @@ LOGS_SECONDS, LOG_BYTES = 30.0, 1 << 20
 
 @dataclass(frozen=True)
 class Reader:
-    """Folder whose files must be equal on all nodes of `roles`."""
+    """Folder, named by `setting`, whose files must be the same on all nodes of `roles`."""
 
     setting: str
     folder: Path
     roles: tuple[str, ...]
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the folder's files on this node, by file name. For checkpoints, return only file sizes, since loading
-        verifies checksums."""
+        """Return {file name: fingerprint} of the folder's files on this node. For checkpoints, return only sizes, since loading verifies
+        checksums."""
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
@@ -67,10 +66,10 @@ class Reader:
 
 @dataclass(frozen=True)
 class UsersCode(Reader):
-    """Module or package of the user's. `setting`: dotted path of a function in it; `folder`: where the driver imports it from."""
+    """Module or package of the user's code. `setting`: dotted path of a function in it. `folder`: where the driver imports it from."""
 
     def files(self) -> dict[str, str]:
-        """Return fingerprints of the Python files, from where this node imports them; nothing if it cannot."""
+        """Return {file name: fingerprint} of the Python files on this node's import path; empty if they cannot be imported."""
         found = _imported_from(self.setting)
         if found is None or found.is_file():
             return {found.name: fingerprint(found)} if found is not None else {}
@@ -80,17 +79,15 @@ class UsersCode(Reader):
 @dataclass(frozen=True)
 class View:
     apart: str | None
-    """Reason why the node's run folder is not the driver's; None if it is."""
+    """Reason why the node does not share the driver's run folder; None if it does."""
     files: Mapping[Reader, Mapping[str, str]]
     store: str | None = None
     """Reason why the node cannot use checkpoint.store; None if it can."""
 
 
 def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
-    """Return addresses of nodes with training ranks that do not share the run folder.
-
-    Raise ValueError if the driver needs files that these ranks write, or if nodes hold different files at one path.
-    """
+    """Return addresses of nodes with training ranks that do not share the run folder. Raise ValueError if the driver needs files of these
+    ranks, or if nodes hold different files at one path."""
     driver = ray.get_runtime_context().get_node_id()
     nodes = placement.nodes_by_role()
     others = set().union(*nodes.values()) - {driver}
@@ -163,7 +160,7 @@ def _imported_from(name: str) -> Path | None:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """Return kinds of files that only ranks can write, with the setting that turns each off."""
+    """Return {kind of files that only ranks can write and the driver needs: setting that turns it off}."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -175,7 +172,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
-    """Raise ValueError if this node has other files or versions than the `driver` node (an address)."""
+    """Raise ValueError if this node has other files or versions than the driver's node. `drivers`, `versions`: of the driver's node;
+    `driver`: its address."""
     here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}
@@ -187,8 +185,8 @@ def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> Non
 def views_of_nodes(
     run_folder: Path, read: Mapping[str, list[Reader]], driver: str, addresses: Mapping[str, str], store: str | None
 ) -> dict[str, View]:
-    """Return what each node sees, by node id. `read`: folders to compare, by node id. To show that it shares the run folder, a node creates
-    a file beside the driver's probe file."""
+    """Return what each node sees, by node id. `read`: folders to compare, by node id. A node that shares the run folder writes a file
+    beside the driver's probe file."""
     probe = run_folder / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     task = ray.remote(view_of)
@@ -217,7 +215,7 @@ def view_of(probe: Path, node: str, read: list[Reader], store: str | None) -> Vi
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Return why this node does not share the folder of `probe`; None if it does, after writing an answering file."""
+    """Return why this node does not share the folder of the file `probe`. If it does, write a file there as answer and return None."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():
@@ -260,7 +258,7 @@ def fingerprint(file: Path) -> str:
 
 @contextmanager
 def logs_come_home(run_folder: Path, session: RaySession) -> Iterator[None]:
-    """Copy the logs of nodes that do not share the run folder into it, after the block."""
+    """Copy the logs of nodes that do not share the run folder into the driver's run folder, after the block."""
 
     def read(folder: Path, most: int) -> dict[str, bytes]:  # nested, so that Ray pickles it and no node imports this package
         found = {}

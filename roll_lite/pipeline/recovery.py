@@ -1,11 +1,9 @@
 """Recover from the loss of a training rank, of the rollout service or of a judge.
 
-Lost rank of a trained model: all trained models load the newest checkpoint or in-memory copy, and repeat the updates since then on batches
-kept by the driver.
-
-Lost rollout service: it restarts in its state after the last step. The tokens of the kept batches are lost with it. If updates must be
-repeated too (a trained model has also lost a rank, or weights were being updated), the run therefore goes back to that checkpoint or copy
-and repeats whole steps, generation included.
+If a rank of a trained model is lost, all trained models load the newest checkpoint or in-memory copy, and repeat the later updates on
+batches that the driver has kept. If the rollout service is lost, it restarts in its state after the last step, but the tokens of the kept
+batches are lost with it. If updates must be repeated too, because a training rank was also lost or weights were being updated, the run
+therefore goes back to the checkpoint or copy and repeats whole steps, generation included.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class Recovery:
         self.source_state: dict[str, Any] = {}
         self._next_source_state: dict[str, Any] = {}
         self._weights_are_known = True
-        """False from the start of an update to the end of its step: some weights may have changed."""
+        """False from the start of an update to the end of its step, because some weights may have changed."""
         self._service_is_lost = False
         self._rewinds = False
         """True while the run goes back to repeat whole steps."""
@@ -95,8 +93,8 @@ class Recovery:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Mark weights as unknown until `step_is_done`. Inside the block, the deaths of the rollout service and of judges are ignored, so
-        that the update completes."""
+        """Mark weights as unknown until `step_is_done`. Inside the block, losses of the rollout service and of judges are ignored, so that
+        the update completes."""
         self._weights_are_known = False
         with WATCHDOG.uninterrupted(), WATCH.overlooking((*SERVICES, *self._source.judge_roles)):
             yield
@@ -106,7 +104,7 @@ class Recovery:
         self.source_state = self._next_source_state
 
     def survive(self, pipeline: Recoverable, work: Callable[[], None]) -> None:
-        """Do the work; after the loss of a training rank, the rollout service or a judge, recover and repeat it."""
+        """Call `work`. If a training rank, the rollout service or a judge is lost, recover and call `work` again."""
         losses: list[RankFailed] = []
         while True:
             try:
@@ -137,11 +135,9 @@ class Recovery:
         return f"{role}.restarts", next((model.role.restarts for model in self._models.all if model.ranks.name == role), 0)
 
     def _recover(self, pipeline: Recoverable, losses: Sequence[RankFailed]) -> None:
-        """Restart the lost roles and return to the state after the last step.
-
-        If trained weights are lost or unknown, all trained models load the newest checkpoint or in-memory copy (`goes_back`). Later updates
-        are then repeated on the kept batches. If batches are missing, the run repeats whole steps instead (`_rewinds`).
-        """
+        """Restart the lost roles and return to the state after the last step. If trained weights are lost or unknown (`goes_back`), all
+        trained models load the newest checkpoint or in-memory copy, and later updates are repeated on the kept batches. If a batch is
+        missing (`_rewinds`), the run repeats whole steps instead."""
         started, reached, failure = time.monotonic(), self.reached["steps_done"], losses[-1]
         roles = {loss.role for loss in losses}
         with self._journal.timers.phase("recovery"), WATCHDOG.uninterrupted():
@@ -202,7 +198,7 @@ class Recovery:
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON copy of a state, equal to what a checkpoint would restore."""
+    """Return a state as a checkpoint would restore it, converted to JSON and back."""
     copy: dict[str, Any] = json.loads(json.dumps(state))
     return copy
 

@@ -78,9 +78,9 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """KL coefficients of this step, for reward and loss. The KL measured in this step updates them for the next."""
+        """KL coefficients of this step: `kl_in_reward` and `kl_in_loss`. The KL measured in this step changes them for the next."""
         self.compare_later: Callable[[], None] | None = None
-        """Call that compares engines and trainer at the end of the step (`on_mismatch: pause`)."""
+        """Comparison of engines and trainer to make at the end of the step, so that a pause does not interrupt an update."""
         self.steps_done = 0
         self.version = 0
         """Version of the actor's weights: number of steps that changed them."""
@@ -110,8 +110,8 @@ class RLVRPipeline:
                 return
 
     def survive(self, work: Callable[[], None]) -> None:
-        """Do the work. Repeat it after a rank or the rollout service is lost, or when the user accepts a difference
-        (`rollout.on_mismatch: pause`)."""
+        """Call `work`; call it again after the loss of a rank or of the rollout service, or when the user accepts that engines and trainer
+        differ (`rollout.on_mismatch: pause`)."""
         while True:
             try:
                 return self.recovery.survive(self, work)
@@ -171,7 +171,7 @@ class RLVRPipeline:
 
     @phase("sync_weights")
     def sync_weights(self) -> None:
-        """Send the actor's weights to the engines, unless the engines already have the current version."""
+        """Send the actor's weights to the engines that do not have the current version yet."""
         self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
@@ -185,14 +185,14 @@ class RLVRPipeline:
 
     @phase("advantages")
     def shape_rewards(self, batch: Batch) -> Batch:
-        """Turn scores into rewards, and mask samples that do not train."""
+        """Compute rewards from scores, and mask samples that must not train."""
         shaped = self.shaping(batch)
         self.journal.shaped(shaped.samples, shaped.masked)
         return shaped.batch
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Compute the columns (log-probs and others) that advantages and losses read, for rows that lack them."""
+        """Compute the columns (such as log-probs) that advantages and losses need, for rows that lack them."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [
@@ -205,7 +205,7 @@ class RLVRPipeline:
 
     @phase("advantages")
     def assign_credit(self, batch: Batch) -> None:
-        """Turn rewards and KL into advantages, on the actor's ranks."""
+        """Compute advantages from rewards and KL, on the actor's ranks."""
         actor, kl_coef = self.models.actor, self.kl_in_reward.coef
         self.kl_coefs = {"kl_in_reward": kl_coef, "kl_in_loss": self.kl_in_loss.coef}
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
@@ -263,8 +263,8 @@ class RLVRPipeline:
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. An update repeated after the loss of a rank passes: it
-        was checked the first time."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. Updates repeated after a loss pass: they were checked
+        the first time."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:
@@ -399,7 +399,7 @@ class RLVRPipeline:
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | Agreement | SupervisedRows]:
-        """Return the driver's objects whose state goes into checkpoints, by name. `steps_done` and `version` are saved beside them."""
+        """Return, by name, the driver's objects whose state checkpoints save, besides `steps_done` and `version`."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,
@@ -448,7 +448,7 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Return a metric's mean over all domains' tokens. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
-    i."""
+    """Return a metric's mean per token over all domains. `parts`: sums under `<name>#<i>` and token counts under `<tokens>#<i>`, for domain
+    number i."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

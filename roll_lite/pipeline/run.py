@@ -1,5 +1,3 @@
-"""A run, from its configuration to its exit code."""
-
 from __future__ import annotations
 
 import json
@@ -34,10 +32,10 @@ from roll_lite.pipeline.shortages import Shortages
 
 COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 PREEMPTED = 75
-"""Exit code after a SIGTERM with saved state: EX_TEMPFAIL, since the same command continues the run."""
+"""Exit code of a run that saved its state after a SIGTERM: EX_TEMPFAIL, because the same command continues the run."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REGULAR = {"sync_weights", "log_probs", "advantages", "train"}
-"""Phases that take about the same time in each step."""
+"""Phases that take about the same time in every step."""
 LEAST_HANG_S = 300.0
 """Minimum, in seconds, of time limits from `limits.hang_factor`: short phases vary more."""
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
@@ -105,7 +103,7 @@ def _run(config: RunConfig, folder: Path, notes: Sequence[str]) -> int:
 
 
 class PhaseLimits:
-    """Time limits of phases: the configured ones and, for regular phases, a multiple of the longest time so far."""
+    """Time limits of phases: the configured ones and, for phases in REGULAR, `limits.hang_factor` times the longest time so far."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -132,8 +130,8 @@ def announce(config: RunConfig, journal: Journal, notes: Sequence[str]) -> None:
 
 
 class Interruption:
-    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) saves its state
-    before it ends. Signals already ignored at the start, as with nohup, stay ignored."""
+    """Signal handler: SIGTERM and SIGHUP end a run like Ctrl-C. On the first SIGTERM, a run with checkpoints (`saves`) first saves its
+    state. Signals ignored at the start (nohup) stay ignored."""
 
     def __init__(self, saves: bool = False) -> None:
         self._saves = saves
@@ -166,8 +164,8 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore signals while the caller records, inside the block, how the run ended. Signals after the block raise KeyboardInterrupt
-        again and so interrupt the clean-up."""
+        """Ignore signals inside the block, which records how the run ended. Later signals raise KeyboardInterrupt and interrupt the
+        clean-up."""
         self._is_deaf = True
         yield
         self._is_deaf = False
@@ -198,7 +196,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """End the process from another thread because the main thread hangs; the Ray session's guard cleans up."""
+        """End the process from another thread, because the main thread hangs; the Ray session's guard cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:

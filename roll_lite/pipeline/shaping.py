@@ -33,14 +33,14 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """Batch with the columns reward and train_weight, without groups in which no sample trains."""
+    """Batch with the columns `reward` and `train_weight`, without groups in which no sample trains."""
     samples: DataProto
-    """Rows, one per sample, for metrics."""
+    """One row per sample, for metrics."""
     masked: Masked
 
 
 class RewardShaping:
-    """Shapes rewards; keeps running moments if rewards are normalised by them."""
+    """Computes rewards and masks. Keeps running moments of the rewards if these are used to normalize."""
 
     def __init__(self, config: RunConfig) -> None:
         self._algorithm = config.algorithm
@@ -98,9 +98,9 @@ class DomainRewards:
 def shape_rewards(
     rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
-    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: moments to update.
+    """Return the samples' rewards, [N] float32. `domains`: settings by domain number. `running`: running moments, which are updated.
 
-    Applied in this order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
+    The steps, in order: format, length penalty, truncation penalty, overlong penalty, scale, clip, normalization, domain weight.
     """
     config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]

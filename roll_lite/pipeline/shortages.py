@@ -1,4 +1,4 @@
-"""Detect a lack of open files, shared memory or memory: before a run, and as likely cause of its failure."""
+"""Detect a lack of open files, shared memory or memory, before a run and as cause of its failure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.session_guard import SHARED
 
 LEAST_FILES = 512
-"""Open files that a process of a small run may need."""
+"""Open files that one process of a small run may need."""
 SPARE_FILES = 64
-"""Files that the driver keeps open until a run ends, so that it can still record how and clean up if too many files are open."""
+"""Files that the driver keeps open until a run ends: closing them lets the driver record the end if too many files are open."""
 LEAST_SHARED = 16 << 20
-"""Bytes that an engine needs in /dev/shm for queues and semaphores. Ray's objects may go to /tmp instead."""
+"""Bytes in /dev/shm that an engine needs for queues and semaphores."""
 
 
 def check_machine(_config: RunConfig | None = None) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ class Skipped:
     role: str
     step: int
     update: int
-    """Number of the update in its step, from 1."""
+    """Number of the update within its step, from 1."""
     loss: float
     grad_norm: float
     row_losses: Mapping[int, float]
@@ -38,7 +38,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class SkippedSeries:
-    """Consecutive skipped updates of one role. An update is given as (step, its number in the step, from 1)."""
+    """Consecutive skipped updates of a role. An update is given as (step, its number within the step, from 1)."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)
@@ -51,7 +51,7 @@ class SkippedUpdates:
     """Counts each role's consecutive skipped updates, across steps and resumed runs."""
 
     limits: Mapping[str, int]
-    """Skipped updates in a row that end the run, by role; 0: no limit."""
+    """{role: number of skipped updates in a row that ends the run}; 0: no limit."""
     with_ptx: bool = False
     _series: dict[str, SkippedSeries] = field(default_factory=dict)
     _too_long: str | None = None

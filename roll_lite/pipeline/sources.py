@@ -44,8 +44,8 @@ class BatchSource(ABC):
         """Restart the rollout service in the earlier `state`. Prompts that it started after that state start again."""
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, for the duration of the block; for SYNC_WEIGHTS also the actor's weights, if engines
-        lack `version`."""
+        """Load the engine memory that a phase needs inside the block; for SYNC_WEIGHTS also the actor's weights, if an engine lacks
+        `version`."""
         return nullcontext()
 
     def sync(self, version: int) -> Pushed | None:
@@ -54,7 +54,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def next_batch(self, step: int, poll: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
-        """Wait for the next batch. `poll` is called about once a second and must not block."""
+        """Wait for the batch of `step`. `poll` is called about once a second meanwhile, and must not block."""
 
     def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         raise NotImplementedError("held-out prompts need engines")
@@ -67,27 +67,28 @@ class BatchSource(ABC):
         return ()
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart a judge that was lost. Return False for the failure of another role."""
+        """Restart a judge that was lost. Return False if `failure` is of another role."""
         return False
 
     def trainer_lost(self) -> None:  # noqa: B027 (for a source with engines)
-        """Prepare for new training ranks: engines leave shared devices, and receive all weights again."""
+        """Prepare for new training ranks: engines leave shared devices, and get all weights again."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], unfinished: bytes) -> None:  # noqa: B027 (for a source with state)
-        """Restore the state, and continue the samples in `unfinished` (a checkpoint's file)."""
+        """Restore `state`, and continue the samples in flight. `unfinished`: content of the checkpoint's file of these samples, or
+        empty."""
 
     def unfinished(self, state: dict[str, Any], within_s: float | None = None) -> bytes:
-        """Return the checkpoint file of samples unfinished in `state`; b"" if none. `within_s`: timeout."""
+        """Return a checkpoint file's content with the samples in flight in `state`, or b"". `within_s`: timeout in seconds."""
         return b""
 
     def abandon(self) -> None:  # noqa: B027 (for a source with engines)
         """Stop everything at once: the run ends and needs the devices to save its state."""
 
     def close(self) -> None:  # noqa: B027 (for a source with files or engines)
-        """Write the last files and clean up."""
+        """Write the last ledger lines, and shut down."""
 
 
 @dataclass
@@ -104,18 +105,17 @@ class LiveRollouts(BatchSource):
     prompts_per_step: int
     journal: Journal
     weights: WeightSync | None = None
-    """Weight updates of the engines; None in a run that does not train."""
+    """Sends weights to the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
     """Call that generates the next batch; continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
-    """Addresses of the judges' servers, by name and rank."""
+    """Addresses of the judges' servers: {name of the judge: [address of each rank]}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)
     _lost_judges: dict[str, float] = field(default_factory=dict)
-    """Time of the loss of each judge that does not serve again yet."""
+    """{name of a lost judge: time of its loss}, until it serves again."""
 
     def prepare_service(self) -> Pending[None]:
-        """Wait until the rollout service has read its data and tried the rewards on a canned response. Then start the service, and return
-        that call without waiting for it."""
+        """Wait until the rollout service has read its data and tested the rewards. Then start it, and return the pending call."""
         self._addresses = {name: servers.all(JudgeWorker.address) for name, servers in self.judges.items()}
         addresses = {name: JudgeAddress.of(servers) for name, servers in self._addresses.items()}
         # Processes of engines and models start meanwhile, but load no model before the rewards are tested.
@@ -137,7 +137,7 @@ class LiveRollouts(BatchSource):
         return [servers.name for servers in self.judges.values()]
 
     def restart_judge(self, failure: RankFailed) -> bool:
-        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples that these judges should score."""
+        """Restart lost judges at their old addresses. Meanwhile, rewards retry the samples of these judges."""
         found = [name for name, servers in self.judges.items() if servers.name == failure.role and failure.retryable]
         for name in found:
             if not self._restarts.allows(name, self.judge_restarts[name]):
@@ -196,8 +196,8 @@ class LiveRollouts(BatchSource):
         return held_out
 
     def _complete(self, rollouts: Pending[T], label: str, poll: Callable[[], None], held_out: bool = False) -> T:
-        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, but only
-        after the batch or validation if they offload."""
+        """Wait for a batch or validation. If a training rank dies meanwhile, raise RankFailed: at once if engines stay loaded, otherwise
+        after the batch or validation."""
         lost: RankFailed | None = None
         while True:
             try:
@@ -315,7 +315,7 @@ class Validations:
         """Step of the running validation or, if none runs, of the last one."""
 
     def begin(self, step: int, version: int) -> None:
-        """Start a validation whose results are reported under `step`, then call `wait`."""
+        """Start a validation whose results are reported for `step`, and call `wait`."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}

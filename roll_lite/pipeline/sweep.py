@@ -28,8 +28,8 @@ class Choice:
 
 
 def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
-    """Run `command` once per choice, with the choice's overrides; stop after a run that was interrupted. Print a table of results. Return
-    the first exit code that is not 0, or 0."""
+    """Run `command` with each choice's overrides until a run is interrupted. Print a table of results. Return the first exit code other
+    than 0, or 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
         settings = " ".join(map(hidden, choice.overrides))

@@ -35,7 +35,7 @@ ANSWER_SECONDS = 30.0
 
 
 class WeightSync:
-    """Sends the actor's weights to all living engines or only to newcomers (replacements that do not serve yet)."""
+    """Sends the actor's weights to all living engines, or only to newcomers: replacements that do not serve yet."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class WeightSync:
         expert_parallel: int = 1,
         drops_weights: bool = False,
     ) -> None:
-        """Take `drops_weights`: True if engines drop weights between updates, so that every `push` sends them."""
+        """`drops_weights`: whether engines drop their weights between updates, so that every `push` must send them."""
         self._model = actor
         self._restarts = restarts
         self._engines = restarts.replicas
@@ -65,7 +65,8 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._verified: Counter[int] = Counter()
         self._version: int | None = None
-        """Version last sent. None before the first `push`, which sends even the start weights, and after the loss of a training rank."""
+        """Version last sent; None before the first `push` and after the loss of a training rank, so that the next `push` sends all
+        weights."""
         self._transfer: Pending[dict[int, Transferred]] | None = None
 
     @property
@@ -74,7 +75,7 @@ class WeightSync:
         return self._version
 
     def push(self, version: int) -> Pushed | None:
-        """Send weights to all living engines, or only to newcomers if the others have this version. Return None if no engine needs it."""
+        """Send weights to all living engines or, if they have this version, only to newcomers. Return None if no engine needs weights."""
         if self._drops_weights or version != self._version:
             pushed = self._send(version, lambda: self._restarts.living((EngineMemory.KV_CACHE,)))
             self._rollouts.one(RolloutWorker.set_version, version)
@@ -97,13 +98,13 @@ class WeightSync:
         return pushed
 
     def trainer_lost(self) -> None:
-        """Wait until engines have ended a broken transfer. The next `push` connects to new training ranks and sends everything."""
+        """Wait until engines have left a broken transfer. The next `push` connects to the new training ranks and sends all weights."""
         if self._transfer is not None:
             self._transfer.result()
         self._export = self._rendezvous = self._interrupts = self._plan = self._version = self._transfer = None
 
     def break_off(self) -> None:
-        """Interrupt a transfer in flight: its engines are about to end, and the trainers must save."""
+        """Interrupt a transfer in flight: the engines are about to end, and trainers must save."""
         if self._interrupts is not None:
             self._epoch += 1
             interrupt(self._interrupts, self._epoch)
@@ -113,11 +114,11 @@ class WeightSync:
             self._rollouts.one(RolloutWorker.set_version, self._version)
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Return the actor, which must be loaded for `push`; None if nothing is to be sent."""
+        """Return the actor, which must be loaded for `push`; None if `push` has nothing to send."""
         return self._model if self._drops_weights or version != self._version or self._restarts.newcomers else None
 
     def _update(self, version: int, receivers: list[int]) -> Pushed | None:
-        """Update the engines `receivers`. Return None if an engine was lost; the others may then hold a mix of old and new weights."""
+        """Update the engines `receivers`. Return None if an engine was lost; other engines may then mix old and new weights."""
         if self._plan is not None and (list(self._plan.engines) != receivers or self._restarts.newcomers):
             self._plan = None
         plan = self._plan = self._plan or self._connect(receivers)
@@ -157,11 +158,8 @@ class WeightSync:
     def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Wait for engines and trainers. If an engine was lost, return None: the caller must retry with all other engines, since they may
-        have read data from the lost one.
-
-        Other failures raise RuntimeError with all causes.
-        """
+        """Wait for engines and trainers. Return None if an engine was lost: the caller must retry with all other engines, which may have
+        read data from the lost one. Other failures raise RuntimeError with all causes."""
         interrupted: float | None = None
         self._transfer = engines
         failed: dict[str, str] = {}

@@ -1,4 +1,4 @@
-r"""Extract answers: drop thinking and text cut at the token limit; read <answer></answer> and \boxed{}."""
+r"""Find the answer in a response: in <answer></answer> or \boxed{}, without thoughts and text cut off at the token limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def after_thinking(sample: RewardInput) -> str:
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """Return the text after the last </think>; empty if a <think> stays open, perhaps at the end of `prompt`."""
+    """Return the text after the last </think>; empty if a <think>, perhaps at the end of `prompt`, is not closed."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text

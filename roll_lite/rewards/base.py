@@ -1,7 +1,7 @@
 """Base class of reward types, and calls of reward functions.
 
-Failed samples do not train. Only the reference answer, a service or the machine may cause a failure; a bad response gets a low score:
-otherwise the policy could learn to have wrong responses left out.
+Samples whose scoring fails do not train. Therefore only the reference answer, a service or the machine may make scoring fail, and a bad
+response gets a low score: otherwise the policy could learn to have wrong responses left out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Scores = TypeVar("Scores")
 SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 CANNED_RESPONSE = "The answer is 1."
-"""Response for trying rewards and environments before the engines start."""
+"""Response with which rewards and environments are tested before the engines start."""
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
-"""Exceptions of built-in rewards for which the response may be to blame."""
+"""Exceptions of built-in rewards that the response may have caused."""
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
@@ -40,10 +40,8 @@ class RewardFailed(Exception):
 
 
 class ResponseSuspected(RewardFailed):
-    """Failure that the response may have caused.
-
-    A harmless response is then scored: if that succeeds, the suspected response gets the lowest score; otherwise the sample fails.
-    """
+    """Failure that the response may have caused. A harmless response is then scored: if that succeeds, the suspected response gets the
+    lowest score; otherwise the sample fails."""
 
 
 class RewardType(Section):
@@ -51,7 +49,7 @@ class RewardType(Section):
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward parses the reference answer first. Scoring an empty response is then a cheap check that the answer is readable."""
+    """True if the reward reads the reference answer before the response. Scoring an empty response then checks the reference cheaply."""
     answers_are_responses: ClassVar[bool] = True
     """False if a reference answer cannot be scored as a response, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()
@@ -81,7 +79,7 @@ class RewardType(Section):
         return False
 
     def named_columns(self) -> dict[str, tuple[str, ...]]:
-        """Return argument -> data columns that the reward reads."""
+        """Return the data columns that the reward reads, by the argument of the reward that names them."""
         return {}
 
     def response_for(self, answer: Any) -> str | None:
@@ -137,7 +135,7 @@ class RewardFunction:
         return Score(self.type.lowest(), False, {"verdict": suspected.cause}, answer=None)
 
     async def scores(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        """Score a list in one call. Raise RewardFailed if the whole call fails; the samples must then be scored alone."""
+        """Score several samples in one call. Raise RewardFailed if the whole call fails; the samples must then be scored one by one."""
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:

@@ -32,8 +32,9 @@ def _is_template(template: str) -> str:
 
 
 class ModelReward(RewardType):
-    """Score by the sequence-classification model `reward_models.<model>`. A text longer than the model's max_length scores 0. If the
-    model's outputs may be negative, use `scale: sigmoid`; otherwise a bad response may score below one that is too long.
+    """Score a response with the sequence-classification model `reward_models.<model>`. If the text is longer than the model's max_length,
+    the score is 0. If the model's outputs may be negative, use `scale: sigmoid`; otherwise a bad response may score below one that is too
+    long.
 
     If a process of the model dies, it is restarted (with Megatron: all processes). The samples that it was scoring fail and are retried
     (`retries`); other replicas keep serving. While no replica runs, samples wait and `timeout_s` is paused.
@@ -113,5 +114,5 @@ class ModelReward(RewardType):
 
 
 def zero_base(sample: RewardInput) -> float:
-    """Return 0: the model's score is added later."""
+    """Return 0: the reward model's score is added later."""
     return 0.0

@@ -1,8 +1,5 @@
-"""Run assert-style tests of an untrusted program (docs/code_reward.md).
-
-The tests run in their own process (`Tests`), which calls the program's functions over a socket with plain values. The program's process
-(`serve`) sees only the arguments.
-"""
+"""Run assert-style tests of an untrusted program (docs/code_reward.md). Tests run in their own process (`Tests`) and call the program's
+functions over a socket with plain values. The program's process (`serve`) sees only the arguments."""
 
 from __future__ import annotations
 
@@ -39,8 +36,8 @@ class _Aborted(BaseException):
 
 
 class Remote:
-    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: address in the program's process: name of a
-    function or class, number of an object, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
+    """Proxy in the tests' process for one of the program's functions, classes or objects. `at`: its address in the program's process: a
+    function's or class's name, an object's number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
     Solution."""
 
     def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
@@ -50,7 +47,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For a function or class, abort the test, which then runs again in the program's process."""
+        """Return a method of a Solution object. For a function or class, abort the test; it then runs again in the program's process."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):

@@ -67,7 +67,7 @@ class Group:
 
 
 def die_first() -> None:
-    """Make this process the first that the kernel kills if memory runs out."""
+    """Make this process the first that the kernel kills when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 

@@ -1,5 +1,5 @@
 """File system of a sandboxed program: interpreter and system libraries, read-only, and an empty folder to write to. Without a mount
-namespace, the folder's size is measured from outside."""
+namespace, its size is measured from outside."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (paths with nothing hidden inside, folders that contain hidden paths and may only be listed)."""
+    """Return (paths in which nothing is hidden, folders with hidden paths, which may only be listed)."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -143,7 +143,7 @@ def _make_target(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """True if the folder is within the limits. Files that the running program removes meanwhile are skipped."""
+    """Return True if the folder is within the limits. Files that the program removes meanwhile are skipped."""
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)  # breadth-first, to count many names early
     if most_bytes < 0:

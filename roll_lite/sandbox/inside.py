@@ -1,8 +1,6 @@
-"""Guards for tests that run in the tested program's process, where the program could forge its verdict (docs/code_reward.md).
-
-They stop objects that equal everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the
-interpreter's frames or memory.
-"""
+"""Guards for tests that run in the program's process, where it could forge its verdict (docs/code_reward.md). They stop objects that equal
+everything, and operators that see the expected value (`Area(3) - 28.274`), but not programs that read the interpreter's frames or
+memory."""
 
 from __future__ import annotations
 
@@ -44,14 +42,14 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def replaced_by(source: str) -> set[str]:
-    """Return names that these tests might patch: attributes they assign, and all string constants (for `setattr`)."""
+    """Return the names that tests may replace on purpose: attributes that they assign, and all string constants (for `setattr`)."""
     nodes = list(ast.walk(ast.parse(source)))
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`: they count even if the program catches them."""
+    """Parse the tests and insert guard functions. Failed asserts are appended to `failed`, even if the program catches them."""
     names |= {
         "__builtins__": BUILTINS,
         "__compare__": compare,
@@ -111,7 +109,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), _call(node, "__true__", node.test)), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Fail the test if the `with` block did not run to its end: a context manager of the program can suppress a failed assertion."""
+        """Fail the test if the `with` block did not run to its end: the program's context manager can suppress a failed assert."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -143,7 +141,7 @@ def _iter(first: Any, *last: Any) -> Iterator[Any]:
 
 
 CALLING = {"map": _map, "filter": _filter, "iter": _iter}
-"""Generators instead of three builtins: a StopIteration from the program is then an error, not the end of a loop."""
+"""Generators in place of three builtins. A StopIteration of the program is then an error instead of the end of a loop."""
 
 
 def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
@@ -153,7 +151,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 def _guard_unittest(failed: list[str]) -> None:
     """Wrap unittest's assert methods: a failure counts even if the program catches it, and the program's objects are equal only if their
-    attributes are, whatever `__eq__` says."""
+    attributes are."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,8 +207,8 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 class Operators:
-    """Guards around operator methods of the program's classes, while a test runs: an object that equals everything would pass `assert f(x)
-    == 5`."""
+    """Guards around operator methods of the program's classes, while a test runs. Otherwise an object that equals everything would pass
+    `assert f(x) == 5`."""
 
     tests: Any = None
     failed: ClassVar[list[str]] = []
@@ -242,7 +240,7 @@ class Operators:
 
 
 def guard_value(value: Any) -> Any:
-    """Guard the operators of a value's class and of its items' classes, which may be new. Return the value."""
+    """Guard the operators of a value's class and of its items' classes. Return the value."""
     if id(type(value)) in LOADED.classes and type(value) not in PLAIN_CONTAINERS and not isinstance(value, type):
         return value
     items = [*value, *value.values()] if type(value) is dict else value if type(value) in PLAIN_CONTAINERS else [value]
@@ -255,19 +253,14 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard a value that a test reads from a variable or by subscript.
-
-    Values whose class was loaded before the program are skipped; of containers, `guard_value` has already guarded the items.
-    """
+    """Guard and return a value that a test reads from a variable or by subscript. Skip values whose class was loaded before the program:
+    `guard_value` has guarded the items of containers."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 
 def minus(one: Any, other: Any) -> Any:
-    """Subtract for a test's `abs(a - b)`.
-
-    If only one value is the program's object, convert it to plain data first: the object's `__sub__` would see the expected value and could
-    fake the result.
-    """
+    """Subtract for a test's `abs(a - b)`. If only one value is the program's object, convert it to plain data first: its `__sub__` would
+    see the expected value and could fake the result."""
     is_mixed = _is_of_objects(one) != _is_of_objects(other)
     if is_mixed:
         one, other = plain_copy(one), plain_copy(other)
@@ -351,7 +344,7 @@ OURS = globals()
 
 
 def _is_own(kind: type) -> bool:
-    """True if the program may have created the class."""
+    """Return True if the program may have made this class."""
     if id(kind) in LOADED.classes:
         return False
     return not any(type(one) is types.FunctionType and one.__globals__ is Operators.tests for one in HELD_BY(kind).values())

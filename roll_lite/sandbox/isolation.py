@@ -1,7 +1,5 @@
-"""Isolate untrusted programs by namespaces if the platform allows them, else by landlock and seccomp.
-
-The preloaded interpreter (zygote.py) is isolated once; each program that it forks is isolated further.
-"""
+"""Isolate untrusted programs: by namespaces if the platform allows them, otherwise by landlock and seccomp. The preloaded interpreter
+(zygote.py) is isolated once, each program that it forks further."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ TRIAL = {
 class Isolation:
     """Protections of this process.
 
-    `held`: protection (files, network, ...) -> mechanism that provides it. `why_not`: reasons for missing ones.
+    `held`: {protection (files, network, ...): mechanism that provides it}. `why_not`: reasons why others are missing.
     """
 
     kind: str
@@ -63,7 +61,7 @@ class Isolation:
 
 
 def isolate_interpreter(readable: Sequence[str], wanted: str) -> Isolation:
-    """Isolate this process by the strongest available kind, up to `wanted`. A pid namespace takes effect at the next fork."""
+    """Isolate this process in the strongest way that works, up to `wanted`. A pid namespace takes effect at the next fork."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with(lambda: _try_namespaces(readable))
@@ -83,7 +81,7 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Say why a change to this process fails; empty if it works. A child process tries it: it cannot be undone."""
+    """Return why a change to this process would fail; empty if it works. A child process tries it, because it cannot be undone."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -126,14 +124,14 @@ def _namespaces(readable: Sequence[str]) -> Isolation:
 
 
 def _is_root_of_machine() -> bool:
-    """True for the machine's root, to whom RLIMIT_NPROC does not apply; False for root in a user namespace."""
+    """Return True for root of the machine, to whom RLIMIT_NPROC does not apply; False for root in a user namespace."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """Become NOBODY in a new user namespace. False if user namespaces are impossible: programs must then start under another user id.
-    PermissionError if that is not allowed either."""
+    """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start under another
+    user id. Raise PermissionError if that is forbidden too."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -246,7 +244,7 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Return (readable paths, folders that may only be listed).
 
-    These folders contain hidden paths: landlock cannot hide anything below a readable folder.
+    The latter contain hidden paths: landlock cannot hide anything below a readable folder.
     """
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):

@@ -60,10 +60,8 @@ def memory_file(content: bytes = b"") -> int:
 
 
 KILL, PAUSE, RESUME = b" ", b"\t", b"\n"
-"""Orders, of one byte, to kill, pause or resume the running program.
-
-They are white space, because the reader of requests skips an order that arrives after the program's end.
-"""
+"""Orders, of one byte, to kill, pause or resume the running program. They are white space, which the reader of requests skips if it comes
+after the program's end."""
 OUT_OF_TIME = int(signal.SIGPROF)
 
 

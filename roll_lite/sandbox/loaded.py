@@ -11,7 +11,7 @@ BUILTINS = dict(vars(builtins))
 OF_CLASS = type.__dict__
 MRO, HELD_BY, FLAGS = (OF_CLASS[name].__get__ for name in ("__mro__", "__dict__", "__flags__"))
 DERIVED = OF_CLASS["__subclasses__"]
-"""List a class's subclasses. A metaclass cannot override this, nor MRO, HELD_BY and FLAGS."""
+"""Function that lists the subclasses of a class. A metaclass cannot override it, nor MRO, HELD_BY and FLAGS."""
 MADE_IN_PYTHON = 1 << 9
 CONSTANT = (int, float, complex, str, bytes)
 

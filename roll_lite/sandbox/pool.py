@@ -33,13 +33,13 @@ START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
 START_ATTEMPTS = 3
-"""Attempts to start a sandbox. A loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
+"""Attempts to start a sandbox: a loaded machine may be slow, or lack namespaces until the kernel has removed old ones."""
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """Failure to run a program. `suspected`: the program may be the cause."""
+    """Failure to run a program. `suspected`: the program may have caused it."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -47,7 +47,7 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """The sandbox died or went silent while it ran a program. A retry shows whether the program is the cause."""
+    """Error: the sandbox died or stopped answering while it ran a program. A retry shows whether the program is the cause."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Limits:
     processes: int = 64
     """Processes and threads besides the first."""
     open_files: int = 64
-    """Limit per process. Low, because socket buffers are charged to no process."""
+    """Maximum open files of each process. Low, because socket buffers are charged to no process."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Program:
     artifact: bytes = b""
     """Compiled program, passed as file descriptor 4."""
     address_space: bool = True
-    """False for interpreters that reserve far more than they use."""
+    """Limit the address space; False for interpreters that reserve far more than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -94,11 +94,11 @@ class Outcome:
     exit: int
     """Exit status, or minus the signal's number."""
     stopped: str
-    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (it killed its sandbox), or ""."""
+    """Limit that ended the program: cpu, wall, memory, processes, output, sandbox (the program ended its sandbox), or ""."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """Content of file descriptor 3."""
+    """Output of the program to file descriptor 3."""
     seconds: float
     cpu_s: float
 
@@ -144,10 +144,10 @@ class Protections:
 
 
 class Sandbox:
-    """Preloaded interpreter (zygote.py) that runs one program at a time."""
+    """Preloaded interpreter (zygote.py) that runs programs, one at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: strongest isolation to try. `readable`: more readable folders; `python_path`: also for imports."""
+        """`walls`: strongest isolation to try. `readable`: further folders that programs may read; `python_path`: also for imports."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings["control_group"] = True
         # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
@@ -280,7 +280,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """Start the sandbox unless it runs. Raise SandboxTrouble if this fails or loses a protection."""
+        """Start the sandbox unless it runs. Raise SandboxTrouble if it does not start, or lacks a protection it had before."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -388,7 +388,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Begin a job. Return the sandbox to wait for: of a pair, which share a socket, the one with the tests."""
+        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; wait for the tests'
+        sandbox."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

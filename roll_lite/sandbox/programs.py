@@ -104,7 +104,7 @@ def _is_closed(stream: TextIO) -> bool:
 
 
 def _set_limit(which: int, limits: tuple[int, int]) -> None:
-    """Replacement of `resource.setrlimit`. Contest programs often try to raise limits; refused attempts are ignored."""
+    """Replacement of `resource.setrlimit` that ignores refused attempts to raise limits, as contest programs often make."""
     try:
         SET_LIMIT(which, limits)
     except ValueError:
@@ -149,7 +149,7 @@ def _calls(order: dict[str, Any]) -> None:
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Return {"line": JSON of a value or error}, {"stopped": limit} or {"error": text}."""
+    """Call the function in a child process. Return {"line": JSON of value or error}, {"stopped": exceeded limit} or {"error": text}."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -190,7 +190,8 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Run the program, then answer the tests' calls. Modules imported by either are loaded first: later, the program could replace them."""
+    """Run the program, then answer the calls of the tests. Modules that either imports are loaded first: afterwards, the program could
+    replace them."""
     with contextlib.suppress(Exception):  # the tests' process reports failing imports
         import_modules(order["imports"])
     for statement in _imports(f"{order.get('prelude', '')}\n{order['source']}"):

@@ -172,7 +172,7 @@ STREAM, PACKETS_IN_ORDER = 1, 5
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Mark of x32 ABI calls, a second way to make system calls on x86_64."""
+"""Mark of calls of the x32 ABI, a second way to make system calls on x86_64."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
@@ -180,10 +180,10 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Build the filter.
+    """Return the filter for `install_filter`.
 
-    Raise OSError on machines other than x86_64 and aarch64. `own_pid`: pid of a program without namespaces, which needs stricter rules.
-    `signals_stay`: signals are confined in another way.
+    Raise OSError on machines other than x86_64 and aarch64. `own_pid`: process id of a program without namespaces, which needs stricter
+    rules. `signals_stay`: another mechanism confines signals.
     """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
@@ -217,10 +217,8 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: list[tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Allow calls only for process id 0 or `own_pid` as first argument.
-
-    `calls`: call numbers (x86_64, aarch64); `column`: this machine's index in them.
-    """
+    """Return code that allows `calls` only for process id 0 or `own_pid` as first argument. `calls`: numbers on (x86_64, aarch64).
+    `column`: this machine's index in these pairs."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls for one in _where(numbers[column], 0, tests)]
 

@@ -35,7 +35,7 @@ class Usage:
             """Resident pages of this interpreter, which forked programs share."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Number of memory mappings, by (pid, start time); a sample counts one random process."""
+        """{(pid, start time): number of memory mappings}. Each sample counts those of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -52,7 +52,8 @@ class Usage:
         self._looked = time.monotonic()
 
     def exceeded_limit(self, first: int, members: Sequence[int]) -> str:
-        """Return the name of an exceeded limit, or "". `members`: all pids; `first`: pid of the first process."""
+        """Return the name of an exceeded limit, or "". `members`: pids of all processes of the program. `first`: pid of its first
+        process."""
         limits = self._limits
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -94,10 +95,10 @@ class Usage:
         return "" if self._fits(deleted) else "output"
 
     def folder_is_full(self, members: Callable[[], Iterable[int]]) -> bool:
-        """True if the program's folder exceeds a limit (with namespaces, the kernel enforces it).
+        """Return True if the program's folder exceeds a limit. With namespaces always False: the kernel enforces the limits.
 
-        Measured only if free disk space has changed by more than a quarter of the limit; even after a rise, as others' deletions can hide
-        writes.
+        The folder is measured only if free disk space has changed by more than a quarter of the limit, even if it rose: deletions by others
+        can hide what the program writes.
         """
         if self._namespaces or abs(self._free - (free := _free_bytes(self._folder))) <= self._limits["folder_bytes"] // 4:
             return False
@@ -151,8 +152,8 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces: the count would
-        include other programs."""
+        """Upper bound of the program's socket buffers, which the kernel charges to no process. 0 without namespaces, as other programs'
+        would count."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -178,7 +179,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Path, relative to /proc/PID, of a living thread if the main thread has ended, since /proc/PID then shows no memory."""
+    """Return the path, relative to /proc/PID, of a living thread if the main thread has ended (/proc/PID then shows no memory); else ""."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):

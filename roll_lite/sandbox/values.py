@@ -1,4 +1,4 @@
-"""Encode plain Python data as JSON, the only data exchanged between a program and its judges."""
+"""Encode plain Python data as JSON. A program and its judges exchange nothing else."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Inverse of `encode`; ValueError for other data. `find` resolves references made by `refer`; without it, iterators, dict views and
-    numpy arrays become lists."""
+    """Decode what `encode` has encoded. Raise ValueError for other data. `find` resolves references made by `refer`; without it, iterators,
+    dict views and numpy arrays become lists."""
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):

@@ -1,7 +1,7 @@
-"""Isolated, preloaded Python interpreter ("zygote") that forks a process for each program, watches it, and kills it with all its children.
+"""Isolated, preloaded Python interpreter ("zygote"). It forks a process for each program, watches it, and kills it with all its children.
 
-A request contains the limits as JSON and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the forked
-process reads them: later programs could read the zygote's memory.
+A request contains the limits as JSON, and open files: the order (see programs.py) and the program's file descriptors 0 to 4. Only the
+forked process reads these files: later programs could read the zygote's memory.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ class Zygote:
 
 
 def descendants() -> list[int]:
-    """Return this process's descendants, including orphans, which it inherits as a subreaper."""
+    """Return the descendants of this process. Orphans are included, because a subreaper inherits them."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -266,7 +266,7 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process: a child belongs to the thread that forked it."""
+    """Return the children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208

@@ -27,20 +27,19 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages of one rank, with metric sums (additive over ranks) and peaks (minima and maxima)."""
+    """Advantages that one rank has computed, and their metrics: `sums` add up over ranks, `peaks` are minima and maxima."""
 
     block: Block
     sums: dict[str, float]
     peaks: dict[str, float]
     advantages: dict[int, float] = field(default_factory=dict)
-    """Mean advantage of each sample's policy tokens, by sample number."""
+    """{sample number: mean advantage of the sample's policy tokens}."""
     mismatch: SampleSums = field(default_factory=dict)
     """Log-prob differences between engine and trainer; empty if not measured before the updates."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""Batch column with the MoE experts that training updates reuse, for each value of algorithm.routing_replay. None: the router chooses
-anew."""
+"""{algorithm.routing_replay: batch column with the MoE experts that training updates reuse}; None: the router chooses anew."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -100,7 +99,7 @@ class ActorWorker(ModelWorker):
         return [path.name for path in self.strategy.save_adapters(folder)]
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Train on every mini-batch of every epoch; stop early if an update moved the policy too far (early_stop_kl)."""
+        """Train on every mini-batch of every epoch, until an update moves the policy too far (early_stop_kl)."""
         loss = replace(self.loss, kl_coef=kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss):
@@ -172,5 +171,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop the metrics of log-prob mismatch between engine and trainer. After an update they would include its effect."""
+    """Drop the metrics of log-prob mismatch between engine and trainer, which after an update include its effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

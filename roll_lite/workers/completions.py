@@ -1,5 +1,4 @@
-"""Pass requests to an inference engine and return its responses. Their tokens are collected in tables with one row per sample (token
-blocks)."""
+"""Pass requests to an inference engine; return its responses, with tokens in token blocks (tables with a row per sample)."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, context_record, token_block
 
 PART_PREFIX = TokenRecord.given((0,))
-"""Dummy first token of each piece of a response. Token blocks store no log-prob for a row's first token, so without it the log-prob of a
-real token would be lost."""
+"""Dummy first token of each piece of an unfinished response: token blocks store no log-prob for a row's first token, so without the dummy,
+a real token's log-prob would be lost."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses. Short, because it delays every turn of
-an episode."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses. It is short because it delays every
+turn."""
 
 
 class _Ready(NamedTuple):
@@ -63,7 +62,7 @@ class CompletionPump:
         self._running: set[asyncio.Future[Completion]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool) -> None:
-        """Give requests to the engine. `frozen`: the engine starts only when it has all of them, for reproducible batches."""
+        """Give requests to the engine. `frozen`: the engine is paused until it has all of them, so that batches are reproducible."""
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
         self._wanted.update(request.request_id for request in requests if request.wants_ids)
@@ -76,8 +75,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """Return the request with the tokens of earlier turns put before its prompt. If those tokens are lost, fail the request and return
-        None."""
+        """Return the request with the tokens of earlier turns before its prompt. If they are lost, fail the request and return None."""
         if request.context is None:
             return request
         try:

@@ -1,4 +1,5 @@
-"""Advantages of one rank's rows. Group baselines need the global batch, so all ranks exchange numbers, even ranks without rows."""
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks exchange numbers, even ranks without
+rows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: score of the sample (only in its first row) minus coef * KL, so that a sample's rows add up to its reward."""
+    """[B] float64: the sample's score (only in its first row) minus coef * KL, so that a sample's rows add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -64,7 +65,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
     """Compute advantages and the critic's targets from the columns that `credit_columns` names. All head ranks (one per data parallel rank)
-    must call it."""
+    must take part."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -74,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over the training tokens of all
-    ranks. It leaves out rows with non-finite moments."""
+    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over all ranks' training tokens,
+    without rows with non-finite moments."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -98,7 +99,7 @@ def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
 
 
 Estimate = tuple[torch.Tensor, torch.Tensor | None]
-"""Advantages [B, T-1] float32, and the critic's targets [B, T-1] or None."""
+"""(advantages [B, T-1] float32, critic's targets [B, T-1] or None)."""
 
 
 class Turns(NamedTuple):
@@ -110,9 +111,9 @@ class Turns(NamedTuple):
     """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the new tokens before each response, which are the prompt or the messages since the previous response."""
+    """[turns] float64: hash of the tokens before the response, since the previous response or the start."""
     rewards: torch.Tensor
-    """[turns] float64: rewards without KL."""
+    """[turns] float64: reward of each turn, without KL."""
 
 
 class CreditTask:
@@ -130,14 +131,14 @@ class CreditTask:
     ) -> None:
         self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
-        """[B] reward of each row's sample, without KL."""
+        """[B] float64: reward of each row's sample, without KL."""
         self.subtracts_kl = kl is not None
         self.dense_rewards = None if kl is None else kl * -kl_coef
-        """[B, T-1] float32: rewards of turns before the last, minus coef * KL; None if there are neither."""
+        """[B, T-1] float32: rewards of all turns except the last, minus coef * KL; None without turn rewards and KL."""
         self.turn_rewards: torch.Tensor | None = None
-        """[B, T-1] rewards of turns before the last."""
+        """[B, T-1]: rewards of all turns except the last; None if turns are not rewarded."""
         self.last_token_reward = self.score
-        """[B] reward of the last token: the score without earlier turns' rewards."""
+        """[B] reward on the last token: the score minus the rewards of earlier turns."""
         if "turn_rewards" in rows.columns:
             paid = rows.columns["turn_rewards"].masked_fill(~rows.mask, 0.0) * scale
             last = formulas.last_policy_token(rows.mask)
@@ -225,7 +226,7 @@ def _reinforce(task: CreditTask, gamma: float, discount: str) -> Estimate:
 
 
 def _reinforce_plus_plus(task: CreditTask, gamma: float, discount: str, baseline: str) -> Estimate:
-    """Return REINFORCE advantages of token rewards. With `baseline` "group", the group's mean score is subtracted from the score."""
+    """Return REINFORCE advantages of token rewards. `baseline` "group": subtract the group's mean score from the score."""
     last_token_reward = task.last_token_reward
     if baseline == "group":
         samples = task.global_samples()
@@ -314,7 +315,7 @@ ALWAYS_WHITENED = ("reinforce_plus_plus",)
 def credit_metrics(
     rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int
 ) -> tuple[dict[str, float], dict[str, float], SampleSums]:
-    """Return metric sums, peaks (minima, maxima), and log-prob differences between engine and trainer by sample."""
+    """Return (metric sums, peaks, log-prob differences between engine and trainer by sample). Peaks are minima and maxima."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
 
     def column(name: str) -> torch.Tensor:

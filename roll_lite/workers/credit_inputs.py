@@ -15,26 +15,26 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Samples of the whole global batch, including samples that do not train. Tensors are [N], except `local`."""
+    """Table of all samples of the global batch, also those that do not train. Tensors are [N], except `local`."""
 
     rewards: torch.Tensor
-    """float64: the reward after shaping, minus coef * the sample's KL."""
+    """float64: reward after shaping, minus coef * KL of the sample."""
     scores: torch.Tensor
-    """float64: the reward after shaping, without KL."""
+    """float64: reward after shaping, without KL."""
     groups: torch.Tensor
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """int64: tokens that the policy chose, per sample."""
+    """int64: number of the sample's tokens that the policy chose."""
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: for each of this rank's rows, the index of its sample in this table. Several rows may be one sample (an agent's branches).
-    `everyone.rewards[everyone.local]` are the rows' rewards."""
+    """[B] int64: index in this table of the sample of each of this rank's rows: `everyone.rewards[everyone.local]` are the rows'
+    rewards."""
 
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """Rows of this rank, padded; there may be none. Token tensors [B, T-1] hold arbitrary values where the mask is 0."""
+    """Rows of this rank, padded; there may be none. In [B, T-1] tensors, values where the mask is 0 are arbitrary."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""
@@ -43,13 +43,13 @@ class CreditInputs:
     values: torch.Tensor | None
     """[B, T-1] float32: the critic's value before each token; None without a critic."""
     reward: torch.Tensor
-    """[B] float32: the reward after shaping, without KL."""
+    """[B] float32: reward after shaping, without KL."""
     groups: torch.Tensor
     """[B] int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
-    """[B] int64: number of tokens that the policy chose, per sample."""
+    """[B] int64: number of the row's tokens that the policy chose."""
     truncated: torch.Tensor
-    """[B] bool: cut at max_tokens."""
+    """[B] bool: the response was cut off at the maximum of tokens or turns."""
     train_weight: torch.Tensor
     """[B] float32: 0 for samples not trained on."""
     everyone: SampleTable
@@ -57,10 +57,8 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), both [B, T-1] and 0 where masked.
-
-    If the estimator returns a number per row, all policy tokens of the row get it.
-    """
+    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. A result
+    with one number per row counts for all policy tokens of the row."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

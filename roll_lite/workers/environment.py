@@ -31,7 +31,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds beyond turn_timeout_s that a worker has to report the timeout. After that it counts as lost."""
+"""Seconds, beyond `turn_timeout_s`, until a worker that reports no timeout counts as lost."""
 
 
 class EnvironmentWorker:
@@ -66,7 +66,7 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if the dead process ran no other episode, so this one may have killed it."""
+    """True if no other episode's environment was working in the lost process, so that this episode may have killed it."""
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class PooledEnvironment(ActorMember):
         self.canned_ids, self.note = await self.prepare()
 
     def tell(self, order: Begin | Answer | Cancel) -> None:
-        """Send an order to the worker, in one call with all other orders given in this turn of the event loop."""
+        """Queue an order. Orders of one turn of the event loop are sent in a single call."""
         if not self._orders:
             asyncio.get_running_loop().call_soon(self._send)
         self._orders.append(order)
@@ -109,8 +109,8 @@ class EnvironmentPool:
     """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs: they send requests only once all samples wait
-        for a response, so all episodes must run."""
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, which send requests only once all samples
+        wait for a response."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment

@@ -1,5 +1,3 @@
-"""Worker process of an inference engine, and the rollout service's client for it."""
-
 from __future__ import annotations
 
 import asyncio
@@ -39,7 +37,7 @@ PULSE_SECONDS = 2.0
 MOST_BLOCKS = 32
 """Maximum token blocks (tables of samples' tokens) per call."""
 POLL_SECONDS = 10.0
-"""Seconds after which a call for completions returns without any."""
+"""Seconds after which a call for completions returns even if there are none."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -56,8 +54,7 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: for replicas that span nodes, Ray options of the actor on each node after the first, as [replica][node]; this worker
-        uses the entry of its own rank."""
+        """`parts[replica]`: for a replica that spans nodes, the Ray options of its actors on the further nodes."""
         super().__init__()
         # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
@@ -87,7 +84,7 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Wait until the engine has started; until then, this process may be too busy to answer."""
+        """Wait until the engine has started. Before that, this process may be too busy to answer heartbeats."""
         await self._ready.wait()
 
     async def _watch(self) -> None:
@@ -132,7 +129,8 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the weights; an interrupted update must be repeated (InferenceStrategy)."""
+        """Update the engine's weights. If the update breaks off after some weights changed, the engine stays frozen until a complete
+        update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -142,8 +140,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Without a folder, start a profiler recording of the engine's workers. With a folder, end the recording and write it there. Return
-        an error text per worker, empty on success."""
+        """Start recording a profile of the engine's workers or, with `folder`, stop and write it there. Return an error text for each
+        worker, empty on success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -178,11 +176,10 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await the engine's work. Raise MemberLost if the engine is dead. If it lives but raises an error, give it up and raise MemberLost
-        too.
+        """Await work of the engine, and raise MemberLost if it fails; a living engine is then given up.
 
-        Two kinds of error of a living engine pass unchanged: TransferError and, with the run's first weights, any error, since all engines
-        would raise it.
+        Two kinds of error are raised unchanged while the engine lives: TransferError, and any error before the first weight update, since
+        all engines would raise it.
         """
         try:
             return await work
@@ -195,14 +192,14 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Place of an engine in the rollout service's Fleet, which watches and restarts its members. After a loss, the engine's replacement
-    takes this place."""
+    """Member of the rollout service's Fleet for one engine number. The Fleet watches it; a replacement of a lost engine is put into
+    `engine`."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
         self.engine = engine
         self.successors: asyncio.Queue[RemoteEngine | MemberLost] = asyncio.Queue()
-        """Started replacements; MemberLost if none will come."""
+        """Replacements that have started; MemberLost if no replacement will come."""
         self._is_first = not is_absent
 
     async def start(self) -> None:
@@ -225,10 +222,8 @@ class EngineSeat:
 
 
 class RemoteEngine(BatchedEngine):
-    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once.
-
-    `silence_s`: heartbeat timeout; None: unlimited.
-    """
+    """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer
+    after which the worker counts as lost; None: unlimited."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)
@@ -256,7 +251,7 @@ class RemoteEngine(BatchedEngine):
 
     @property
     def silent_s(self) -> float:
-        """Seconds between the worker's last answer and its loss."""
+        """Seconds from the worker's last answer until the worker counted as lost."""
         return self._heartbeat.silent_s
 
     def fail(self, cause: str) -> None:

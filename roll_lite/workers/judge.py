@@ -28,7 +28,7 @@ HEALTH_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 """Seconds without an answer after which a server counts as hanging."""
 PORT_SECONDS = 30.0
-"""Maximum seconds that a replacement waits for the lost worker's server to release its port."""
+"""Maximum seconds to wait until the server of a lost worker has released its port."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class JudgeServer:
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name)
 
     async def take_over(self, address: JudgeAddress) -> None:
-        """Take over the address of a lost worker's server, because reward workers know only that address."""
+        """Take over the address of a lost worker's server, because reward workers know no other address."""
         host, port = address.urls[0].removeprefix("http://").removesuffix("/v1").rsplit(":", 1)
         if host != self._host:
             raise MemberLost(f"{self.name} is lost with its node, and rewards know no other address than {address.urls[0]}")
@@ -155,7 +155,8 @@ class JudgeWorker(AsyncWorker):
         return self._server.address
 
     async def initialize(self, before: Sequence[JudgeAddress] | None = None) -> None:
-        """Start the server. `before`: addresses of the lost judge workers, by rank; their replacements keep these addresses."""
+        """Start the server. `before`: addresses of a judge's lost workers, by rank, if this worker replaces one; it takes over its rank's
+        address."""
         if before is not None:
             await self._server.take_over(before[self.rank])
         await self._fleet.start()

@@ -1,5 +1,3 @@
-"""Workers with a model behind a train strategy: base class, reference and critic."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,7 +32,7 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 from roll_lite.workers.phases import PhaseWork, RankPhases, RankWork
 
 HISTORY_ENTRIES = 100_000
-"""Number of newest allocations that profile.memory_history keeps, at several KB of host memory each."""
+"""Number of latest allocations that profile.memory_history keeps, at several KB of host memory each."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,12 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """One data parallel rank's part of a step: its rows, and the rows of each mini-batch."""
+    """Part of a training step for one data parallel rank: its rows (`shard`), and the samples of each mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
     supervised: list[DataProto] = field(default_factory=list)
-    """Supervised rows of every mini-batch; empty without algorithm.ptx."""
+    """Supervised rows for each mini-batch; empty without algorithm.ptx."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,11 @@ class Update:
     result: TrainResult
     peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
-    """Histogram of log-ratios between new and old policy, [domains, bins]; None for the critic."""
+    """Histogram of the log-ratios of new to old policy, [domains, bins]; None for the critic."""
     mismatch: SampleSums = field(default_factory=dict)
-    """Log-prob differences between engine and trainer; only in the first update, if no earlier pass measured them."""
+    """Log-prob differences between engine and trainer: only in the first update, if no earlier forward pass measured them."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """Losses of this rank's rows by sample number, to find faulty rows; only for the first of consecutive non-finite updates."""
+    """{sample number: loss} of this rank's rows, to find faulty rows. Filled only in the first of consecutive non-finite updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -96,7 +94,7 @@ def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Batch columns that the role can compute: column name -> name of the model output that fills it."""
+    """{batch column that this role can compute: name of the model output that fills it}."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -170,7 +168,7 @@ class ModelWorker(Worker):
         keep_only(folder, names)
 
     def _share_of_node(self, items: Sequence[str]) -> Sequence[str]:
-        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call it, with equal `items` on a node."""
+        """Divide `items` among the ranks of this node; return this rank's share. All ranks must call this, with equal `items` on a node."""
         nodes: list[str | None] = [None] * self.world_size
         dist.all_gather_object(nodes, Place.here().node)
         ranks = [rank for rank, node in enumerate(nodes) if node == nodes[self.rank]]
@@ -255,8 +253,7 @@ class ModelWorker(Worker):
         work.flops += part * passes * self._architecture.forward_flops(rows.lengths.tolist(), outputs)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss) -> dict[int, float]:
-        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on ranks that return no outputs (all but
-        head ranks)."""
+        """Recompute each row's loss, by sample, after an update was skipped as not finite. Empty on all but head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(loss_fn.outputs))
         found = self.strategy.forward(rows, loss_fn.outputs, plan)
         if found is None:

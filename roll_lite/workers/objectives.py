@@ -1,5 +1,5 @@
 """Losses of actor and critic. Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over
-micro-batches and ranks. The metric `<name>#<number>` is the sum over one domain, by its number. Masked entries, even NaN, count as 0."""
+micro-batches and ranks. The metric `<name>#<number>` is over one domain, by its number. Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""Column with the old log-probs of the policy ratio. None: the log-probs of the training forward pass, detached."""
+"""{algorithm.old_log_probs: column with the denominator of the policy ratio}. None: log-probs of the training forward pass, detached."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class ActorLoss:
     given: tuple[str, ...] = field(init=False)
     mismatch: RowSums = field(init=False)
     peaks: Peaks = field(init=False)
-    """Maxima and minima over micro-batches: the metric mismatch/max, and the largest and smallest ratio of new to old policy."""
+    """Maxima and minima over micro-batches: mismatch/max, and the largest and smallest ratio of new to old policy."""
     ratios: RatioHistogram = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,8 +128,7 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return the optional inputs that the user's loss function takes beside PolicyTerms: name -> [B, T-1], 0 where masked. Of these,
-        only the entropy has a gradient."""
+        """Return the optional arguments of the user's loss function: {name: [B, T-1]}, 0 where masked. Only the entropy has a gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 

@@ -1,4 +1,4 @@
-"""Seconds, tokens, model FLOPs and memory of a training rank by phase, and a report when memory runs out."""
+"""Seconds, tokens, FLOPs and memory of a training rank by phase, and a report when memory runs out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REMEDIES = {
     "log_probs": "lower {role}.micro_batch_tokens; ",
     "sync_weights": "lower weight_sync.bucket_mb; ",
 }
-"""Settings to change if a phase runs out of memory."""
+"""{phase: settings to change if GPU memory runs out in it}."""
 SHARED = "set offload: true for roles that share the GPU, lower actor_infer.strategy.gpu_memory_utilization, or give {role} more devices"
 """Advice for running out of GPU memory in any phase, appended to the phase's own in REMEDIES."""
 
@@ -40,15 +40,16 @@ class PhaseWork:
     device: str | None
     seconds: float = 0.0
     runs: list[tuple[float, float]] = field(default_factory=list)
-    """Start (wall clock) and seconds of each run of the phase."""
+    """(start in wall clock time, seconds) of each run of the phase."""
     tokens: float = 0.0
-    """Tokens, prompts included. Ranks of one data parallel replica each count an equal part; the same holds for `flops`."""
+    """Number of tokens, prompts included. A data parallel replica's ranks share its tokens equally; the same holds for `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Maximum bytes over the phase's runs: GPU memory allocated and reserved by torch, and host memory at the end ("resident")."""
+    """Maximum bytes over the phase's runs: GPU memory that torch has "allocated" and "reserved", and "resident" host memory at a run's
+    end."""
 
     moved: Counter[str] = field(default_factory=Counter)
-    """Bytes that loads and offloads moved between device and host: "freed", "out" (to the host), "in"."""
+    """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device)."""
 
     @property
     def peak_tflops(self) -> float | None:
@@ -59,11 +60,11 @@ RankWork = dict[str, PhaseWork]
 
 
 class RankPhases:
-    """Measures the phases of this rank, which do not nest."""
+    """Measures the phases of this rank. Phases do not nest."""
 
     def __init__(self, name: str, snapshots: Path, loaded: Callable[[], Sequence[str]] = tuple) -> None:
-        """When memory runs out, a memory snapshot is written to `snapshots`/`name`.pickle; `name` is ROLE-RANK. `loaded` returns the state
-        groups on the device."""
+        """`name`: ROLE-RANK. `loaded`: returns the state groups on the device. When GPU memory runs out, a snapshot is written to
+        `snapshots`/`name`.pickle."""
         self._name = name
         self._snapshots = snapshots
         self._loaded = loaded

@@ -1,5 +1,3 @@
-"""Batches of a past run, read from its dumps."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -32,7 +32,7 @@ RewardJob = ScoringJob[RewardInput, Score]
 
 
 class RewardWorker:
-    """Synchronous actor: reward functions run in the main thread. A single `async def` method would move them to another thread."""
+    """Synchronous actor: reward functions run in its main thread. A single `async def` method would move them to another thread."""
 
     _scorer: BatchScorer
 
@@ -41,7 +41,7 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Load and warm up the reward functions. Return (True if any is async, True if any takes lists of samples, note for the user)."""
+        """Load and warm up the reward functions. Return (whether any is async, whether any takes lists of samples, note for the user)."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
@@ -70,7 +70,7 @@ class PooledWorker(ActorMember):
 
 
 class EpisodeRewards:
-    """RewardClient of domains whose environment gives the rewards; needs no processes."""
+    """RewardClient of a domain whose environment gives the rewards. It needs no processes."""
 
     capacity = math.inf
 
@@ -86,10 +86,8 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient over the reward workers of one domain.
-
-    A function that hangs or kills its process fails its own sample; the call's other samples are scored again.
-    """
+    """RewardClient over the reward workers of one domain. A function that hangs or kills its process fails its own sample; the other
+    samples of the call are scored again."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config
@@ -183,7 +181,7 @@ class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, RewardJob], cause: str) -> None:
-        """Handle the samples of a failed call: a single sample fails, several are scored again one by one, to find the cause."""
+        """Handle the samples of a failed call. A single sample fails; several are scored again one by one, to find the cause."""
         jobs = [under_way.pop(number) for number in sorted(under_way, reverse=True)]
         if len(jobs) == 1:
             self._fail(jobs, cause)

@@ -1,5 +1,3 @@
-"""Rank that holds a reward model, or part of one, and scores texts with it."""
-
 from __future__ import annotations
 
 import json
@@ -45,11 +43,11 @@ class RewardModelSpec:
 
 
 class NotInitialized(MemberLost):
-    """Error: a restarted process has no model yet."""
+    """Error: the process was restarted and has no model yet."""
 
 
 class RewardModelWorker(Worker):
-    """Rank of a reward model. Its death does not end the run: the client initializes it again."""
+    """Rank of a reward model. Its death does not end the run: Ray restarts the process, and the rollout service initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -71,8 +69,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call it. Only the copy's head
-        rank returns results, other ranks return None."""
+        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call this; only its head rank
+        returns results, others None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -136,8 +134,8 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Return token ids. Special tokens are added only to plain text that does not start with BOS; for messages, the chat template
-        writes them."""
+        """Return a text's token ids. Special tokens of messages come from the chat template; plain text gets them unless it starts with
+        BOS."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

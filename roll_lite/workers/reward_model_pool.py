@@ -1,5 +1,3 @@
-"""Clients of reward models, which batch samples and restart dead model copies."""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,7 +28,7 @@ from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 WINDOW_SECONDS = 0.003
 """Seconds that an idle copy waits for a full batch."""
 RESTART_SECONDS = 600.0
-"""Timeout in seconds for processes to start and load the model."""
+"""Timeout in seconds for the restarted processes to start and load the model."""
 HANG_SECONDS = 600.0
 """Timeout in seconds of one batch on a model copy; longer than the timeout of one sample (`timeout_s`)."""
 KILL_SECONDS = 1.0
@@ -62,8 +60,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that are restarted together: all ranks with Megatron, a single rank with hf. Ray restarts the processes;
-    `start` then loads the model into them."""
+    """Ranks of a reward model that restart together: all ranks with Megatron, a single rank with hf. Ray restarts the processes; `start`
+    then loads the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -75,7 +73,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first `start`, because the driver has loaded the model. Later calls of `start`, after a loss, load it."""
+        """True until the first call of `start`: the driver has loaded the model. Later calls, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -113,7 +111,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks for a restart. Connected ranks cannot accept a replacement, so all are killed."""
+        """Kill the ranks, so that Ray restarts them. Connected ranks are all killed, since they cannot accept a single new rank."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -170,7 +168,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of one reward model; batches samples of all domains. A copy that loses a process fails its samples and restarts."""
+    """Client of a reward model, shared by domains; a batch may mix them. If a copy of the model loses a process, the samples on this copy
+    fail and it restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -178,7 +177,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         super().__init__(f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), WINDOW_SECONDS)
 
     async def in_service(self) -> None:
-        """Wait for a copy that can score. Raise RewardFailed if none will come."""
+        """Wait until a copy can score. Raise RewardFailed if no copy will."""
         if not self._fleet.is_tended:  # with the first sample: the driver has initialized every rank by then
             self._fleet.tend()
         try:
@@ -195,7 +194,7 @@ class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Wait until all samples are scored, then offload the model (with `offload: true`) until the next sample."""
+        """Wait until all samples are scored. With `offload: true`, then offload the model until the next sample."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         while self._open:
@@ -282,7 +281,8 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return the number of workers and ranks replaced since the last call; ranks of a shared model count for the first caller only."""
+        """Return the number of workers and ranks replaced since the last call. If domains share a model, the first caller gets the count of
+        its ranks."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

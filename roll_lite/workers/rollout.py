@@ -69,15 +69,15 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Batch for the driver: rows, and references to their tokens."""
+    """Batch for the driver: rows (`rows`), and references to their tokens (`blocks`)."""
 
     rows: DataProto
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of workers replaced since the last batch, by kind (reward, environment) and domain."""
+    """{"reward" or "environment": {domain: number of workers that were replaced since the last batch}}."""
     silences: list[float] = field(default_factory=list)
-    """Seconds from last answer to loss, for each engine lost since the last batch."""
+    """Seconds from the last answer to the loss of each engine lost since the last batch."""
     ledger: bytes = b""
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ GC_THRESHOLDS = (100_000, 50, 100)
 
 @dataclass(frozen=True)
 class Trial:
-    """Test of a reward, or of one component (base reward or term), with a canned response."""
+    """Test of a reward, or of a component of it (base reward or term), with a canned response."""
 
     domain: str
     place: str
@@ -96,7 +96,7 @@ class Trial:
     prompts: Sequence[Prompt]
     pool: RewardPool | RewardModelClient | EpisodeRewards
     is_part: bool = False
-    """True if `pool` is an extra RewardPool for this component, closed after the trial."""
+    """True if `pool` was made only to test this component; it is closed after the test."""
 
     async def problem(self) -> str | None:
         """Return an error message if no prompt gets a score; a single failure may be a bad reference answer."""
@@ -157,8 +157,8 @@ class RolloutWorker(AsyncWorker):
         await self._try_rewards(judges)
 
     async def initialize(self, engines: Sequence[Any], absent: Mapping[int, str] = NOBODY) -> None:
-        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: engines still missing, as number -> reason;
-        `engine_restarted` adds them later."""
+        """Start serving, after `prepare`. `engines`: InferWorker actors. `absent`: {number: reason} of engines that join later, by
+        `engine_restarted`."""
         config = self._config
         clients = [self._client(number, engine) for number, engine in enumerate(engines)]
         rollout, engines_restart = config.rollout, config.actor_infer.restarts > 0
@@ -191,8 +191,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. So a broken reward or
-        environment ends the run early."""
+        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. Errors end the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -204,8 +203,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before engines start. Of a reward that needs a model or judge of this run, test only the
-        components that need none."""
+        """Return the tests of rewards that can run before the engines start. Of a reward that needs a model or judge of this run, only
+        other components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -292,8 +291,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are already certain to be in the batch being collected, except the groups in
-        `known`. Return none if there are fewer than `least`."""
+        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`;
+        nothing if fewer than `least` exist."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -308,7 +307,7 @@ class RolloutWorker(AsyncWorker):
         return self._engines.lost
 
     async def engine_restarted(self, number: int, engine: Any) -> None:
-        """Add a lost engine's replacement, which has the current weights, to the serving engines."""
+        """Let a lost engine's replacement serve. `engine`: its InferWorker actor, which must have the current weights."""
         seat, client = self._engines.members[number], self._client(number, engine)
         await self._engines.until(seat, MemberState.LOST, MemberState.STARTING)  # the driver may have noticed the loss first
         # The fleet reports only engines that have served.
@@ -332,7 +331,7 @@ class RolloutWorker(AsyncWorker):
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all samples."""
+        """Run a validation, beside batches and weight updates. Return rows of accepted samples, and statistics of all."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         columns = reported_columns(result.groups, self._config.domains)
@@ -374,12 +373,12 @@ class RolloutWorker(AsyncWorker):
         return self._service.state_dict()
 
     async def unfinished(self, state: dict[str, Any]) -> bytes:
-        """Return the content of a checkpoint file with the samples that were unfinished in `state`; b"" if there are none."""
+        """Return a checkpoint file's content with the samples unfinished in `state`, or b""."""
         found = self._service.unfinished(state)
         return await asyncio.to_thread(to_file, found, self._columns, stored_blocks)
 
     async def load_state_dict(self, state: dict[str, Any], unfinished: bytes = b"") -> int:
-        """Restore a state. `unfinished`: content of the file with its unfinished samples. Return the number of samples that continue."""
+        """Restore a state. `unfinished`: checkpoint file content with the unfinished samples. Return how many continue."""
         saved = from_file(unfinished, self._columns, ray.put) if unfinished else {}
         self._service.load_state_dict(state, saved)
         return sum(map(len, saved.values()))
@@ -406,7 +405,7 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: if sampling is truncated, engines also return the token ids that survive top-k,
+    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive top-k,
     top-p and min-p."""
     return Sampling(
         temperature=config.temperature,

@@ -29,7 +29,7 @@ from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import KEPT_IDS, TOKEN_COLUMNS
 
 REPORTED = ("level", "subject")
-"""Data columns by whose values a validation reports its results by default."""
+"""Data columns by whose values a validation reports results if `data.report_by` is null."""
 NONE: Mapping[str, Sequence[str]] = {}
 
 # ---------------------------------------------------------------- for the driver
@@ -70,8 +70,8 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def reported_columns(groups: Iterable[SampleGroup], domains: Mapping[str, DomainConfig]) -> dict[str, list[str]]:
-    """Return by domain the data columns by whose values a validation reports its results. These are `data.report_by` or, if that is null,
-    the columns of REPORTED that are text or numbers in all prompts and have at most MOST_REPORTED values."""
+    """Return {domain: data columns by whose values a validation reports results}: `data.report_by` or, if null, the columns of REPORTED
+    with text or numbers in all prompts and at most MOST_REPORTED values."""
     prompts: dict[str, list[Prompt]] = {name: [] for name in domains}
     for group in groups:
         prompts[group.domain].append(group.samples[0].prompt)
@@ -88,7 +88,7 @@ def parts_of(sample: Sample, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], columns: Mapping[str, Sequence[str]]) -> DataProto:
-    """Return the rows of a validation, one per sample. `columns`: the data columns that `reported_columns` returns."""
+    """Return the rows of a validation, one for each sample. `columns`: result of `reported_columns`."""
     parts = [parts_of(sample, columns[group.domain]) for group in groups for sample in group.samples]
     answers = [number for group in groups for number in _answers(group)]
     return per_sample(rows_of(groups, temperatures)).with_columns(answer=_whole(answers), parts=object_column(parts))
@@ -115,8 +115,8 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: reward weight of each domain that rewards
-    turns."""
+    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: weight of its
+    reward}."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
@@ -152,10 +152,8 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line per sample, including failed ones and greedy baselines. The file appears complete or not at all.
-
-    `clock_offset`: wall clock minus event loop's clock, in seconds. `columns`: reported columns of held-out samples, as in `held_out_rows`.
-    """
+    """Write a line for each sample, failed ones and greedy baselines included. The file appears only when complete. `clock_offset`: wall
+    clock minus the event loop's clock, in seconds. `columns`: for a validation, the result of `reported_columns`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
     unfinished = path.with_suffix(".partial")
@@ -223,7 +221,6 @@ class DumpSpec:
     folder: Path
     config: dict[str, Any]
     tokenizer: str
-    """Checksum of the tokenizer."""
 
     def writing(
         self,
@@ -235,7 +232,7 @@ class DumpSpec:
         clock_offset: float,
         per_turn: Mapping[str, float],
     ) -> Callable[[], None]:
-        """Return a function that writes a dump, to be called in a thread. It writes the `stats` as they are now."""
+        """Return a function that writes a dump, to be called in a thread, with `stats` as they are now."""
         rewards = partial(weighted_rewards, per_turn=per_turn) if per_turn else None
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(

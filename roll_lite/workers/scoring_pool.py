@@ -1,5 +1,3 @@
-"""Pool of workers that score samples with reward functions or models."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,11 +22,11 @@ class ScoringJob(Generic[Item, Result]):
     item: Item
     answer: asyncio.Future[Result]
     alone: bool = False
-    """True if the sample must be scored alone next: its last batch hung or killed the worker."""
+    """True if the sample must be scored alone, because its last batch hung or killed the worker."""
 
 
 class ScoringPool(ABC, Generic[M, Item, Result]):
-    """Queue of samples, taken by free workers."""
+    """Queue of samples that free workers score with reward functions or models."""
 
     def __init__(self, path: str, members: Sequence[M], policy: Policy, window_s: float = 0.0) -> None:
         self._fleet = Fleet(path, members, policy, self._serve, self._lost, self._down)
@@ -44,7 +42,7 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
 
     @abstractmethod
     def _lost(self, member: M, cause: str) -> None:
-        """Retry or fail the samples in flight in a lost worker or model."""
+        """Retry or fail the samples that a lost worker or model was scoring."""
 
     @abstractmethod
     def _most(self, member: M) -> int:
@@ -85,8 +83,8 @@ class ScoringPool(ABC, Generic[M, Item, Result]):
             self._idle -= 1
 
     def _next(self, most: int, joins: bool = False) -> list[ScoringJob[Item, Result]]:
-        """Take up to `most` samples from the queue. A sample marked `alone` is taken alone, and only for an idle worker. `joins`: True if
-        the worker is busy with other samples."""
+        """Take up to `most` samples from the queue. A sample marked `alone` is taken alone, and only by an idle worker. `joins`: the worker
+        is busy."""
         batch: list[ScoringJob[Item, Result]] = []
         while self._queue and len(batch) < most and not (self._queue[0].alone and (batch or joins)):
             job = self._queue.popleft()

@@ -15,28 +15,28 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""Tokens of a full block, about 850 KB. A reader of one row fetches the whole block, but each reference to a block costs 100 to 200
-microseconds to send."""
+"""Tokens of a full block, about 850 KB. Larger: whoever reads one row fetches more. Smaller: more references, each of which takes 100 to
+200 microseconds to send."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 KEPT_IDS, EXPERTS = "kept_ids", "rollout_experts"
 EXTRA_COLUMNS = {KEPT_IDS: np.int32, EXPERTS: np.int16}
-"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived top-k, top-p or min-p; all -1 if sampling
-was not truncated. EXPERTS: MoE experts; all -1 if unknown."""
+"""Optional columns with several ids per token, padded with -1. KEPT_IDS: token ids that survived top-k, top-p or min-p; all -1 without
+truncation. EXPERTS: MoE experts; all -1 if unknown."""
 
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """Tokens of one sample; all arrays have length T."""
+    """Tokens of a sample. All arrays have length T."""
 
     ids: np.ndarray
-    """[T] int64: token ids."""
+    """[T] int64."""
     mask: np.ndarray
     """[T] bool: the policy chose the token."""
     log_probs: np.ndarray
-    """[T] float32, under the sampling distribution; 0 where the mask is 0."""
+    """[T] float32: log-prob under the distribution that was sampled from; 0 where the mask is 0."""
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Optional columns (EXTRA_COLUMNS) by name, [T, K]: K ids per token. A missing column means all -1."""
+    """{name in EXTRA_COLUMNS: [T, K] array with K ids per token}. A missing column means all -1."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -93,8 +93,8 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block with one row: a sample's tokens so far, which are earlier turns, prompt and response. `parts`: pieces of the response,
-    whose dummy first tokens are dropped."""
+    """Return a block with one row: a sample's tokens so far (earlier turns, prompt and response). `parts`: pieces of the response, whose
+    dummy first tokens are dropped."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

@@ -71,8 +71,8 @@ def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> Save
 
 
 def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedGroups:
-    """Read the samples in a file. If its token columns are not exactly TOKEN_COLUMNS and `columns`, return no samples. `store`: puts a
-    block into the object store."""
+    """Read the samples in a file: {group: {index: sample}}; none if its token columns are not exactly TOKEN_COLUMNS and `columns`. `store`:
+    puts a block into the object store."""
     table = pq.read_table(BytesIO(content)).combine_chunks()
     names = [*TOKEN_COLUMNS, *columns]
     if {"group", "index", "sample", *names} != set(table.column_names):

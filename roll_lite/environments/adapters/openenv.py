@@ -40,7 +40,7 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Send the response's action. An invalid action is reported to the policy, which responds again."""
+        """Send the response's action. The policy is told of an invalid action, and responds again."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:

@@ -27,8 +27,8 @@ def play_textarena(settings: TextArenaEnvironmentConfig, path: str, calls: Calls
 
 
 class TextArenaEpisode:
-    """Episode of a game. TextArena uses Python's global random generator, so each call swaps in the episode's own state. All methods are
-    async, so that they run in the event loop's thread and never two at once."""
+    """Episode of a game. TextArena draws from Python's global random generator, so each call swaps in the episode's random state. Methods
+    are async, so that they run in the event loop's thread, never two at once."""
 
     def __init__(self, game: Any) -> None:
         self._template = game
@@ -49,8 +49,8 @@ class TextArenaEpisode:
         return Step((), float(rewards[0]), True, metrics=numbers_of(info[0]))
 
     def _news(self) -> str:
-        """Return the text that the game has added since the last response. Reads the game's state, because TextArena's wrappers would
-        repeat the whole conversation."""
+        """Return the text that the game has added since the last response. Uses the game's state, because wrappers would repeat the whole
+        conversation."""
         said = self._game.state.get_current_player_observation()
         return "\n".join(text for _, text, kind in said if kind is not textarena.ObservationType.PLAYER_ACTION).strip()
 

@@ -22,8 +22,8 @@ _set_handler = signal.signal
 
 
 def _set_in_main_thread(number: int, handler: Any) -> Any:
-    """Like signal.signal, but keep the handlers of SIGINT and SIGTERM if called outside the main thread. Environments of verifiers set
-    these handlers, workers make environments in other threads, and there signal.signal raises ValueError."""
+    """Replace signal.signal: outside the main thread, keep the handlers of SIGINT and SIGTERM. Environments of verifiers set handlers when
+    they are made; in workers' threads, signal.signal would raise ValueError."""
     if threading.current_thread() is threading.main_thread() or number not in (signal.SIGINT, signal.SIGTERM):
         return _set_handler(number, handler)
     return signal.getsignal(number)

@@ -19,7 +19,7 @@ OVERRIDDEN = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("reasoning", "reasoning_effort", "thinking", "output_config"),
 )
-"""Parameters that the run's own settings override."""
+"""Parameters of requests that have no effect, because the run's own settings apply."""
 _DISTORTS = "it would change the probabilities that training relies on; leave it out"
 _FREE_FORM = "describe the wanted form in the prompt"
 _REFUSED: Sequence[tuple[str, Any, str]] = (
@@ -33,13 +33,15 @@ _REFUSED: Sequence[tuple[str, Any, str]] = (
     ("conversation", None, "use previous_response_id, or send the whole conversation"),
     ("functions function_call", None, "use tools"),
 )
-"""Refused parameters: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones such as null and 0."""
+"""Parameters that make a request fail: (names, harmless value, remedy). The harmless value is allowed, and so are empty ones such as null
+and 0."""
 
 
 @dataclass(frozen=True)
 class ChatRequest:
     messages: list[Message]
-    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts; invalid JSON stays text."""
+    """Roles are system, user, assistant and tool; contents are texts. Arguments of tool calls are dicts, or text if they are no valid
+    JSON."""
     tools: list[Json]
     max_tokens: int | None
     stop: tuple[str, ...]
@@ -61,17 +63,17 @@ class ChatReply(NamedTuple):
 
 class Session(Protocol):
     async def respond(self, request: ChatRequest) -> ChatReply:
-        """Sample a response. EpisodeOver if no further one is possible, ValueError for a bad request."""
+        """Sample a response. Raise EpisodeOver if no further response is possible, ValueError if the request is wrong."""
         ...
 
     def refused(self, why: str) -> None:
-        """Note that a request got an error instead, other than that the episode is over."""
+        """Note that a request was answered with an error other than that the episode is over."""
         ...
 
 
 def as_sent(reply: ChatReply) -> ChatReply:
-    """Convert a reply to the form in which clients repeat it in later requests. The text of a malformed tool call becomes the call's
-    arguments or, if the call has no name, part of the content."""
+    """Return a reply in the form in which clients repeat it. The text of a malformed tool call becomes the call's arguments or, if the call
+    has no name, part of the content."""
     message, calls, texts = reply.message, list[Message](), [reply.message.get("content")]
     for call in message.get("tool_calls") or ():
         if name := call["function"]["name"]:
@@ -178,7 +180,7 @@ class ApiRequest(BaseModel, ABC):
         return body
 
     def request(self) -> ChatRequest:
-        """Convert to the common form; ValueError for invalid messages."""
+        """Return the request in the form common to all APIs. Raise ValueError if messages are invalid."""
         messages = [_slim(one.model_dump()) for one in _Conversation.model_validate({"messages": self.conversation()}).messages]
         names: dict[str, str] = {}
         for message in messages:
@@ -201,12 +203,11 @@ class ApiRequest(BaseModel, ABC):
 
     @abstractmethod
     def conversation(self) -> list[Message]:
-        """Messages in the form of chat completions, not validated."""
+        """Return the messages in the form of chat completions, not validated."""
 
     @abstractmethod
     def response(self, reply: ChatReply) -> Json:
-        """Return the response body in this API's format. `reply` is in the form that clients send back in later requests (see
-        `as_sent`)."""
+        """Return the body of the response in the format of this API. `reply`: as converted by `as_sent`."""
 
     @abstractmethod
     def events(self, response: Json) -> Iterator[Json | str]:

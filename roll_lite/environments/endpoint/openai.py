@@ -89,7 +89,7 @@ class Responses(ApiRequest):
     _conversation: list[Message] = PrivateAttr()
 
     def model_post_init(self, kept: dict[str, list[Message]]) -> None:
-        """Keep the episode's earlier conversations, which the server passes as validation context."""
+        """Keep the episode's earlier conversations by response id, which the server passes as validation context."""
         self._kept = kept
 
     def conversation(self) -> list[Message]:

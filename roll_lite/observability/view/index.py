@@ -11,13 +11,13 @@ import duckdb
 
 INDEX_FILE = "view.duckdb"
 OFFLINE = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-"""Settings that keep DuckDB from downloading extensions; JSON is built in."""
+"""Settings that keep DuckDB from downloading extensions."""
 BATCH_BYTES = 64 << 20
-"""Size at which a batch of files is indexed in one transaction. Newest files come first."""
+"""Bytes of sample files that are indexed in one transaction."""
 WORDS = ("domain", "outcome", "failure", "finish_reason", "correct", "kind")
 NUMBERS = ("step", "group", "index", "prompt_uid", "response_tokens", "score", "turns", "reward", "advantage")
-"""NUMBERS: columns to sort by, or to filter by minimum and maximum; `reward` and `advantage` come from the run's credit/ files. WORDS:
-columns to filter by value; `kind` is `step` (training) or `validation`."""
+"""Columns of the index. NUMBERS: to sort by, or to filter by minimum and maximum; `reward` and `advantage` are from credit/. WORDS: to
+filter by value; `kind` is `step` (training) or `validation`."""
 SCHEMA = """
     CREATE TABLE IF NOT EXISTS files (file VARCHAR, stamp VARCHAR);
     CREATE TABLE IF NOT EXISTS samples (file VARCHAR, kind VARCHAR, step BIGINT, domain VARCHAR, "group" BIGINT, "index" BIGINT,
@@ -52,7 +52,7 @@ COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
 PARTS = "(SELECT *, unnest(parts) AS part FROM samples)"
-"""Samples, one row for each of their `parts` (values of `report_by` columns, such as `level:3`)."""
+"""Samples, with a row for each of their `parts`: values of `report_by` columns, such as `level:3`."""
 SPANS = """
     SELECT domain, "group", "index", asked_at, generated_at, scored_at, response_tokens, score
     FROM samples WHERE kind = 'step' AND step = ? ORDER BY asked_at, "group", "index" """
@@ -80,7 +80,7 @@ class SampleIndex:
             self._db.close()
 
     def refresh(self) -> None:
-        """Index new and changed files. Returns at once if another thread is already indexing."""
+        """Index new and changed files. Return at once if another thread is indexing."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -122,7 +122,8 @@ class SampleIndex:
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` matching samples from number `start` on. `sort`: a column of NUMBERS; a leading `-` sorts the largest first."""
+        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; a leading `-` sorts
+        the largest first."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
             raise ValueError(f"sort: {sort!r} is none of {', '.join(NUMBERS)}")
@@ -130,7 +131,7 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Count matching samples by value of a column, with mean score and share of correct ones."""
+        """Count the samples that match the filters `given`, by value of a column, each with mean score and share of correct samples."""
         if by not in (*WORDS, *NUMBERS, "part"):
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}, part")
         where, values = conditions(given)
@@ -146,8 +147,8 @@ class SampleIndex:
 
 
 def conditions(given: Given) -> tuple[str, list[Any]]:
-    """Build SQL condition and values from filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError if a bound
-    is no number."""
+    """Return (SQL condition, its values) for filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. Raise ValueError if
+    a bound is not a number."""
     parts: list[str] = ["true"]
     values: list[Any] = []
     for name, wanted in given.items():

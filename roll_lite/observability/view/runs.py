@@ -72,8 +72,8 @@ class Run:
         return self._records
 
     def series(self, names: Collection[str], every: int = 1) -> dict[str, Any]:
-        """Return `steps`, and `values` of each metric at these steps, null if missing. A name that ends with `/` selects all metrics with
-        this prefix. `every`: keep each n-th step, and the last."""
+        """Return `steps` and `values`, {metric: value at each step, None if missing}. A name ending with `/` selects all metrics with this
+        prefix. `every`: keep each n-th step, and the last."""
         prefixes = tuple(name for name in names if name.endswith("/"))
         records = dict(sorted(self.records().items()))
         steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]
@@ -93,15 +93,15 @@ class Run:
         return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
-        """Yield the records of a sample file, from lines that contain `mark`. Each record gets two more keys: `kind` (step or validation),
-        and `credit`, the sample's record in credit/ (such as its reward) or None."""
+        """Yield the records of a sample file, from lines that contain `mark`, with two further keys: `kind` (step or validation), and
+        `credit` (the sample's record in credit/, such as its reward, or None)."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Return the tokens of a group's samples as {sample index: one dictionary per training row}. Each dictionary has lists with an
-        entry per token: `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
+        """Return the tokens of a group's samples as {sample index: one dictionary per training row}. Dictionaries have lists with an entry
+        per token: `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
@@ -133,8 +133,8 @@ class Run:
         return [[name.removeprefix("time/"), s] for name, s in self.records().get(step, {}).items() if name.startswith("time/")]
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Return a step's `phases`, `work` (spans of driver and training ranks), `spans` (times of samples), `engines` (group -> engine of
-        each sample's first turn), and the run's `processes`."""
+        """Return a step's `phases`, `work` (spans of driver and training ranks), `spans` (times of samples) and `engines` ({group: engine
+        of each sample's first turn}), and the run's `processes`."""
         mark = f'"step":{step}}}'
         groups = [line for line in lines_of(self.folder / "ledger.jsonl", mark) if line["event"] == "group"]
         work: list[list[Any]] = next((line["spans"] for line in lines_of(self.folder / "spans.jsonl", mark)), [])

@@ -41,11 +41,11 @@ ANSWERS: dict[str, Callable[[Run, Given], Any]] = {
     "timeline": lambda run, given: run.timeline(int(given["step"][0])),
     "config": lambda run, given: run.config(),
 }
-"""Path below /api/ -> function that answers it for one run."""
+"""{path below /api/: function that answers a request for one run}."""
 
 
 class Viewer:
-    """Runs at the given places; new ones are found when the page asks for the list."""
+    """Answers requests about the runs at `places`. A request for the list of runs finds new ones."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
@@ -54,7 +54,7 @@ class Viewer:
         self.runs()
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the states of all runs, and update their indexes in the background."""
+        """Return the states of all runs, and start updating their indexes in the background."""
         with self._lock:
             for name, folder in find_runs(self._places).items():
                 if name not in self._runs:

@@ -64,7 +64,7 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
-        """Run a job. If the service fails on the job twice but runs a harmless program in between, the job counts as the cause."""
+        """Run a job. If the service fails on it twice but runs a harmless program in between, the job counts as the cause."""
         ended = await self._asked(job)
         if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
             again = await self._asked(job)

@@ -57,10 +57,10 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 def extract_code(
     text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
-    """Return (code, language tag) of the response's program.
+    """Return (code, language tag) of a response's program; None if there is none.
 
-    Of the blocks without tag or tagged with one of `languages`, the one that defines the most names in `needed` wins, then a tagged one,
-    then the last. `ends_early`: the response was cut; ignore an unclosed block.
+    Of the blocks without a tag or tagged with one of `languages`, the one that defines the most names in `needed` is chosen; on a tie, a
+    tagged block, then the last. `ends_early`: the response was cut off; ignore a block that is not closed.
     """
     if extract != "whole":
         blocks = _blocks(text, ends_early)

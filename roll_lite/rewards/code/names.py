@@ -1,5 +1,5 @@
-"""Find which names in a test's asserts the tested program must define, and whether the test can run outside the program's process. Only the
-tests are read: a program could redefine `abs`, or choose where it is tested."""
+"""Find which names in asserts a program must define, and whether a test can run outside the program's process. Only tests are read: a
+program could redefine `abs`, or choose where it is tested."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Asserts:
 
 
 def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
-    """Say why a test must run in the program's process, or "". `program`: names that the program defines; capitalized ones count as
+    """Return why a test must run in the program's process, or "". `program`: names that the program defines; capitalized ones count as
     classes, except Solution. `foreign`: imported names and modules."""
     nodes = list(ast.walk(tree))
     own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -106,8 +106,8 @@ def _is_constant(node: ast.AST) -> bool:
 
 
 def asserts_of(sources: Sequence[str], entry_point: str | None = None) -> list[Asserts]:
-    """Find the names that the program must define, by test; ValueError if the tested function is unclear. A builtin such as `abs` counts
-    only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
+    """Find the names that the program must define, by test. Raise ValueError if the tested function is unclear. A builtin such as `abs`
+    counts only if it is the entry point, or if every assert calls it and the tests use no other unknown name."""
     tests = [_Test(source) for source in sources]
     named = _Test(entry_point).used if entry_point else set[str]()
     unnamed = [test.tree for test in tests if not test.own | named]

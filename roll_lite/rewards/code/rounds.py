@@ -149,7 +149,7 @@ class Rounds:
             attempt.over = True
 
     def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
-        """Yield why each test failed: "" if it passed, RewardFailed if it cannot be judged."""
+        """Yield for each test why it failed; "" if it passed, RewardFailed if it cannot be judged."""
         if not group[0].asserts and not group[0].function:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
             return
@@ -188,7 +188,7 @@ class Rounds:
 
 def _works_in_place(tests: Sequence[Test]) -> bool:
     """True if the tests fit a function that changes its first argument in place, as in LeetCode: first arguments and expected values are
-    lists, and some differ."""
+    lists, some different."""
     given = [test.args[0] if test.args else None for test in tests]
     return all(isinstance(one, list) and isinstance(test.expected, list) for one, test in zip(given, tests, strict=True)) and any(
         one != test.expected for one, test in zip(given, tests, strict=True)

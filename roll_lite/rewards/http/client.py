@@ -75,7 +75,7 @@ class AskingReward(RewardType, HttpSettings):
 
 
 class ServiceRefused(ResponseSuspected):
-    """Refusal by the service, perhaps because of the response."""
+    """Error: the service refused the request, perhaps because of the response."""
 
 
 class _Failed(Exception):

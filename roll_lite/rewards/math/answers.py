@@ -39,13 +39,14 @@ CHANGES = re.compile(
     r"|[-+*/^=<>≈±×·÷]\s*[\d(\\$.])[^\n.]*",
     re.IGNORECASE,
 )
-"""Pattern of text that changes the value of the number before it: "less than 12" after 5, 万 after 3 (30,000), an operator."""
+"""Text after a number that changes its value: "less than 12" after 5, 万 after 3 (30,000), an operator."""
 NAMES = "|".join(map(re.escape, KNOWN))
 UNIT = re.compile(rf"(?:(?:\s*(?:{NAMES})(?:s|es)?(?![A-Za-z])(?:\^\d)?)*(?<!\bin)(?<!/)(?<!\bper))?", re.IGNORECASE)
 
 
 def find_answer(response: str, extract: Extract, in_words: bool = False) -> str:
-    """Return the answer, or "". `in_words`: the reference is in words, so return text up to the end of its line, not a formula."""
+    """Return the answer in a response, or "". `in_words`: the reference is in words; return text up to its line's end instead of a
+    formula."""
     text = plain_boxes(response)
     if extract == "number":
         return "" if in_words else (LAST_NUMBER.findall(text) or [""])[-1]

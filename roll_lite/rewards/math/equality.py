@@ -20,7 +20,7 @@ CLOSE, PLACES = Fraction(1, 10_000), 6
 LOOSE = Fraction(1, 100)
 DIGITS = 60
 MOST_BITS = 100_000
-"""Limit for powers and factorials. The time limit cannot interrupt larger computations."""
+"""Maximum bits of powers and factorials: the time limit cannot interrupt larger computations."""
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
 EQUALS = re.compile(rf"(?<![<>=\\:])(?<![^\d)]!)=(?!=)|{APPROXIMATELY.pattern}")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -103,7 +103,8 @@ def library() -> Any:
 
 
 def same_number(gold: Quantity, found: Quantity) -> bool | None:
-    """Compare exactly, or with a tolerance if one is a decimal. None if the units are incompatible."""
+    """Return True if two quantities are equal: exactly or, if one is a decimal, within the tolerances. None if their units are
+    incompatible."""
     factor = ratio(found.unit, gold.unit)
     if factor is None:
         return None
@@ -202,7 +203,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
+    """Count what is left to compute: (additions, those in denominators, products, powers of powers such as (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

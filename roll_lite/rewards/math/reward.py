@@ -176,10 +176,8 @@ def _verdict(gold: Reference, answer: str) -> str:
 
 
 def _is_about(name: str, before: list[str]) -> bool:
-    """False if the answer is an equation about another variable than `name`: x^2 = 1 where x is asked for.
-
-    `before`: sides of this equation without the last.
-    """
+    """Return False if the answer is an equation about another variable than `name`: x^2 = 1 if x is asked for. `before`: sides of the
+    equation without the last."""
     before = [TEXT.sub(lambda one: " " if re.search("[a-z]{2}", one[1]) else one[1], side) for side in before]
     first = re.sub(r"[\s{}]", "", before[0]) if before else ""
     if first in ("", name):
@@ -193,7 +191,7 @@ def _has_variable(text: str) -> bool:
 
 
 def _without_unit(text: str) -> tuple[str, Unit]:
-    """Split the unit off a formula. With variables, a bare last letter counts as a variable: x+3m has no unit."""
+    """Split a formula into (formula, unit). With variables, a bare last letter counts as a variable: x+3m has no unit."""
     text = unwrapped(text)
     body, unit, scale = split_unit(text)
     is_term = VARIABLE.search(re.sub(r"\\[A-Za-z]+(?:\s*\{[A-Za-z ]*\})?", " ", body)) and re.search(r"[A-Za-z]\Z", text)

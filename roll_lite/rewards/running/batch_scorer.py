@@ -20,13 +20,13 @@ LINGER_SECONDS = 0.005
 LEAST_SECONDS = 0.01
 """Minimum time limit of a function, even if the sample's limit is used up."""
 KILL_FACTOR = 3
-"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on a busy machine."""
+"""Multiple of the time limit after which reward processes are killed: CPU time limits inside take longer on busy machines."""
 
 
 @dataclass
 class Scored:
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """Item number -> score, or cause of failure, or None if not scored yet: pass the item in again."""
+    """{item number: score, or cause of failure, or None if not scored yet}. Pass an item with None in again."""
     seconds: float = 0.0
     interrupted: bool = False
     """True if the process must be replaced, because a time limit interrupted a function."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REPEAT_S = 0.2
-"""Interval of repeated interruptions: a bare `except:` in a library may swallow the first."""
+"""Seconds between repeated interruptions: a bare `except:` in a library may swallow the first."""
 
 
 class TimeLimitExceeded(Exception):
@@ -17,13 +17,14 @@ class TimeLimitExceeded(Exception):
 
 
 class _Interruption(BaseException):
-    """Interruption of the computation; a BaseException, because computations catch Exception."""
+    """Interrupts a computation. It is a BaseException, because computations catch Exception."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """Run call(); raise TimeLimitExceeded after `seconds` of CPU time, so that a busy machine changes no outcome. Main thread only.
+    """Return call(). Raise TimeLimitExceeded after `seconds` of CPU time, which does not depend on how busy the machine is. Main thread
+    only.
 
-    With `waiting`, the limit is wall-clock time. It is paused while a nested call counts CPU time.
+    With `waiting`, the limit is in wall-clock time, paused while a nested call counts CPU time.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")

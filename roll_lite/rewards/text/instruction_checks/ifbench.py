@@ -63,7 +63,7 @@ def sentence_words(response: str) -> bool:
 
 
 def overlap(response: str, reference_text: str, percentage: float) -> bool:
-    """Check that the percentage of the response's distinct character trigrams found in `reference_text` is `percentage`, within OVERLAP_OFF
+    """Check that `percentage` percent of the response's distinct character trigrams occur in `reference_text`, within OVERLAP_OFF
     points."""
     ours, theirs = ({text[start : start + 3] for start in range(len(text) - 2)} for text in (response, reference_text))
     return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - percentage) <= OVERLAP_OFF
@@ -252,7 +252,7 @@ def mcq_count_length(response: str) -> bool:
 
 
 def reverse_newline(response: str) -> bool:
-    """Check that at least 52 lines, from the line with Zimbabwe on, are in reverse alphabetical order, without repetition."""
+    """Check that the lines from the one with Zimbabwe on are in reverse alphabetical order, without repetition, and at least 52."""
     lines = [name for line in response.split("\n") if (name := line.strip(OUTER_MARKS))]
     first = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return neighbours([plain(line).casefold() for line in lines[first:]], gt, FEWEST_COUNTRIES)

@@ -31,7 +31,7 @@ def visible(text: str) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Split at . ! ? before white space, except in abbreviations. Parts without letters or digits join the previous sentence."""
+    """Split a text after . ! ? before white space, except in abbreviations. Parts without letters or digits join the previous sentence."""
     spans: list[tuple[int, int]] = []
     start = 0
     last = len(text.rstrip())
@@ -59,7 +59,7 @@ def end_mark(sentence: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Split into lower-case words without punctuation; hyphens and apostrophes do not split."""
+    """Return the words of a text in lower case, without punctuation. Hyphens and apostrophes do not split words."""
     return [word for word in text.lower().translate(NO_MARKS).split() if any(character.isalnum() for character in word)]
 
 
