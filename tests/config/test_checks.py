@@ -275,9 +275,13 @@ def test_a_resumed_run_names_no_path_through_the_link_to_the_newest_run(project:
     model = project.write_model("runs/first/model")
     project.write("runs/first/train.jsonl", (project.folder / "train.jsonl").read_text())
     (project.folder / "runs/latest").symlink_to("first")
+    (project.folder / "models").mkdir(exist_ok=True)
+    (project.folder / "models/latest").symlink_to("../runs/first/model")
     text = "model: {path: runs/latest/model}\ncheckpoint: {resume: auto}\n"
     weighted = "domains.copy.data.train={runs/latest/train.jsonl: 1.0, train.jsonl: 2.0}"
     assert project.problems_of(text, weighted, "checkpoint.resume=null") == []
+    assert project.problems_of(text, "model.path=models/latest") == [], "a link of the user's"
+    project.write("runs/first/config.yaml", "")
     told = project.problems_of(text, weighted)
     assert [problem.path for problem in told] == ["model.path", "domains.copy.data.train.runs/latest/train.jsonl"]
     assert told[0].value == "runs/latest/model" and "name the run itself" in told[0].message
