@@ -130,10 +130,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write (discounted return - shift) * scale to `out`.
-
-    If `moments` is not empty, write only the `row_moments` of the returns to it. `within`: discount inside a turn; `gamma`: between turns.
-    """
+    """Compute the discounted returns of rows `first` to `stop`; write (return - shift) * scale to `out` or, if `moments` is not empty, only
+    the returns' moments (see `row_moments`) to `moments`. `within`: discount inside a turn; `gamma`: between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]

@@ -205,7 +205,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Return the `name` that selects the class in YAML; DOTTED_PATH if any dotted path does."""
+    """Return the `name` that selects the class in YAML; DOTTED_PATH if its `name` may be any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 

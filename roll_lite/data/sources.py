@@ -91,8 +91,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if a folder has files of several splits: held-out rows would be trained on. Names that tell no split may differ only
-    in digits and punctuation."""
+    """Raise ValueError if file names tell several splits (held-out rows would be trained on), or tell none and differ in more than digits
+    and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

@@ -195,7 +195,8 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return reference -> (group, rank) for groups whose ranks die together. A reference is ready when its rank is dead."""
+        """Return {Ray reference that becomes ready when a rank dies: (its group, rank)}, for groups that are killed whole if one rank dies;
+        overlooked groups are left out."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 

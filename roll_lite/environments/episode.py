@@ -71,9 +71,9 @@ class Ask(NamedTuple):
     episode: int
     number: int
     after: int | None
-    """Number of the response before the new tokens; None: they start a conversation."""
+    """Number of the response that these tokens follow; None: they start a conversation."""
     ids: bytes
-    """Token ids of the new tokens, int32."""
+    """Token ids, int32, to append to the conversation before the response is sampled."""
     most: int | None
     """Maximum tokens of the response; None: all that are left."""
     stop: tuple[str, ...] = ()

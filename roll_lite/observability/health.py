@@ -37,8 +37,8 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if the step shows the sign. Arguments: the step's metrics, and metrics of earlier steps (the first with an entropy, and the
-    latest)."""
+    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Of the earlier steps it gets the last
+    REMEMBERED and, for comparison, the first one with an entropy."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
@@ -47,8 +47,8 @@ class RunHealth:
     """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: whether equal rewards in a group teach nothing, as with GRPO. `domains`: if there are several, each is also
-        checked by itself."""
+        """`compares_groups`: warn if all groups have equal rewards, which gives no gradient with GRPO. `domains`: if there are several,
+        some signs are also checked in each."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

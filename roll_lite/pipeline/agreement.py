@@ -104,7 +104,7 @@ class Agreement:
         self._past: dict[str, list[float]] = {}
         """Mean absolute log-prob difference of each earlier step, by Age. Keys are text ("0 0") because JSON has no tuples."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """{(Age of samples, engine): number of latest steps in a row in which the engine exceeded a limit}."""
+        """{(age of samples, engine): consecutive comparisons, up to the latest, in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version

@@ -152,8 +152,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase at its start or, without one, the
-        step."""
+        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase that was open when it started; if
+        there is none, the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):

@@ -388,8 +388,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; wait for the tests'
-        sandbox."""
+        """Start a job and return the sandbox whose end ends the job. A Pair, a program and the tests that talk to it over a socket, runs in
+        two sandboxes; the one of the tests is returned."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

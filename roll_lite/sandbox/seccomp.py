@@ -180,11 +180,10 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Return the filter for `install_filter`.
+    """Return the filter for `install_filter`. Raise OSError on machines other than x86_64 and aarch64.
 
-    Raise OSError on machines other than x86_64 and aarch64. `own_pid`: process id of a program without namespaces, which needs stricter
-    rules. `signals_stay`: another mechanism confines signals.
-    """
+    `own_pid`: for a program without namespaces, its process id; some calls may then name no other process, and file attributes are fixed.
+    `signals_stay`: Landlock or a separate user confines signals, so the filter does not."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")

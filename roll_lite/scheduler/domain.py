@@ -139,7 +139,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples in the scoring queue; negative if reward workers are free."""
+        """Samples in scoring minus the number that reward workers can score at once; negative if workers are free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property

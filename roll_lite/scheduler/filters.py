@@ -1,4 +1,5 @@
-"""Dynamic sampling: selects the finished groups that train; other prompts replace filtered groups."""
+"""Dynamic sampling: filters finished sample groups, by their scores or a user's function, before training. Each filtered group is replaced
+by a group of another prompt."""
 
 from __future__ import annotations
 

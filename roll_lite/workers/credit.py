@@ -1,5 +1,5 @@
-"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks exchange numbers, even ranks without
-rows."""
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks, even those without rows, all-gather
+rewards and group numbers."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is a function that accepts the run's call.
+    """Check that `name`, the value of setting `path`.`key`, is the dotted path of a function that accepts the arguments the run will pass.
 
-    `arguments`: keyword arguments from YAML (None: skip the check of the call). `given`: keyword arguments that the run adds. `inputs`:
-    positional arguments, in words for messages. `or_class`: accept any class.
-    """
+    `inputs`: its positional arguments, each described in words for error messages. `arguments`: its keyword arguments from the YAML; None:
+    do not check arguments. `given`: names of keyword arguments that the run adds. `or_class`: a class is allowed too; its arguments are not
+    checked."""
     try:
         found = _definition(name)
     except ValueError as error:

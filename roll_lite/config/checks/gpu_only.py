@@ -85,7 +85,7 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of processes up to which a float32 run without GPUs gets no note."""
+"""A float32 run without GPUs gets no warning of its size up to this many processes, or up to the number of CPU cores if that is larger."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:

@@ -219,9 +219,8 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if SGLang pauses requests at weight updates: SGLang then recomputes their tokens, and reports the experts that
-    the new weights choose.
-    """
+    """Refuse routing replay if SGLang's requests continue after a weight update: SGLang recomputes their earlier tokens with the new
+    weights, and reports the experts chosen then."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):

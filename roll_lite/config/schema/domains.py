@@ -58,7 +58,7 @@ class DataConfig(Section):
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms as `train`. All are used; shares in a mapping have no effect."""
     tag: str | None = None
-    """Column with a tag that assigns rows to domains which share files."""
+    """Column that says which domain a row belongs to, if several domains read the same files; each lists its values in `tags`."""
     tags: list[str] = Field(default_factory=list)
     """Tags of this domain's rows. A row whose tag no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)

@@ -170,7 +170,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Part of a checkpoint save on one rank; subclasses write in the background."""
+    """One rank's share of a checkpoint save. Here the files are written already; subclasses write them in the background."""
 
     folder: Path
     files: Sequence[Path] = ()

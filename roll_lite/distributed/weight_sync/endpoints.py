@@ -205,7 +205,7 @@ class WeightSender:
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
         self._for_all_ranks: set[int] = set()
-        """Buckets that ranks other than their owner send too."""
+        """Buckets that their owner first broadcasts to all training ranks, because other ranks send them to engines."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}

@@ -126,7 +126,8 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle of the sender's buffer, which the receiver opens. In `done`: space-separated handles that the receiver still uses."""
+    """Handle with which the receiver opens the sender's buffer. In a receiver's `done` announcement: all handles it still uses,
+    space-separated."""
 
 
 Moment = Literal["here", "done"]

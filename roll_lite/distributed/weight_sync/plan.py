@@ -104,7 +104,8 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Minimum size of a send buffer: the size of the largest bucket with several tensors."""
+    """Minimum size of a send buffer, so that buffers fit every bucket with several tensors. A larger single tensor gets a buffer of its own
+    size."""
     trainers: int = 0
     """Number of training ranks. They are the first members."""
 

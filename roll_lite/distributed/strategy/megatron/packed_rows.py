@@ -28,9 +28,8 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: for each piece in turn, the tokens that it attends to, as indices into the gathered tokens of all context-parallel
-    ranks. None without context parallelism.
-    """
+    """[total] int64: the tokens that each piece (see `runs`) attends to, piece after piece, as indices into the tokens gathered from all
+    context-parallel ranks. None without context parallelism."""
     key_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece's tokens in `key_index`, then the length of `key_index`."""
     routes: Routes | None = None

@@ -179,8 +179,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Return progress by request number. `since`: request number -> tokens already reported. `parts`: include new tokens, unless
-        weights changed."""
+        """Return {request number: progress}. `since`: request number -> tokens already reported. `parts`: include tokens after those,
+        except for requests during which the weights changed."""
         found = {}
         for running in self._running.values():
             # SGLang reports non-streamed requests at their first token and every 50 tokens.

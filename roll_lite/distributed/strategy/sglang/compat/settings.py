@@ -192,7 +192,8 @@ def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
 
 
 def keep_files_in(folder: Path) -> None:
-    """Make SGLang keep files and its error log in this folder. Call first in every engine process."""
+    """Make SGLang put its load snapshot (by default in /dev/shm) and a copy of its error log in this folder. Call first in every engine
+    process."""
     from sglang.srt.managers import load_snapshot
 
     # SGLang's default is /dev/shm, where a failed start leaves this file.
