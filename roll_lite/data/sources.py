@@ -14,7 +14,8 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. In a folder only those of KINDS are read: CSV and JSON files there are often not data."""
+"""Suffixes accepted for a single file. From a folder, only files with suffixes in KINDS are read: CSV and JSON files in folders are often
+not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -39,7 +40,7 @@ class Row(NamedTuple):
     """"line" or "row": what `number` counts, from 1."""
     number: int
     content: dict[str, Any] | str
-    """Column -> value. A text says why the row is unreadable or left out."""
+    """{column: value}, or a text that says why the row is unreadable or left out."""
 
     @property
     def place(self) -> str:

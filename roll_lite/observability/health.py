@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Consecutive steps that must show a sign before it is reported."""
+"""Number of consecutive steps that must show a problem before it is reported."""
 GROUPS = 12
 """Minimum number of sample groups, over the steps with a sign, to report it for a single domain: in fewer groups, equal scores may be
 chance."""
@@ -37,14 +37,14 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Of the earlier steps it gets the last
-    REMEMBERED and, for comparison, the first one with an entropy."""
+    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Its second argument has the latest
+    REMEMBERED earlier steps and, for comparison, the first step with an entropy."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
 
 class RunHealth:
-    """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
+    """Finds signs of failing training (SIGNS) in the metrics. A sign is reported once; later steps that show it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
         """`compares_groups`: warn if all groups have equal rewards, which gives no gradient with GRPO. `domains`: if there are several,

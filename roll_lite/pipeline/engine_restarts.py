@@ -174,7 +174,7 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Admit replacements whose start is complete: their engines count as living, but as newcomers, which do not serve until they get
+        """Admit replacements whose start is complete. Their engines count as living, but as `newcomers`: they do not serve until they get
         the current weights. With `offload: true`, offload `parts` of their memory."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:

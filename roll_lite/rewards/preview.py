@@ -76,7 +76,7 @@ class References:
     total: int
     unreadable: dict[int, str]
     read: int
-    """References read; less than `total` if the time ran out."""
+    """Number of reference answers tried; less than `total` if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"

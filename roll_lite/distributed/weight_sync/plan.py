@@ -153,7 +153,7 @@ def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
     """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`:
-    engine number -> workers. `expert_parallel`: workers that share an engine's experts."""
+    {engine number: number of workers}. `expert_parallel`: number of workers among which an engine's experts are divided."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -182,7 +182,8 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return expert tensor name -> worker that holds the expert. Empty if every worker holds a part of every expert."""
+    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if every worker holds a part of every
+    expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

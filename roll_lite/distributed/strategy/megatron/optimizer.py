@@ -83,7 +83,7 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """After optimizer states are created or loaded: move Adam's moments to the host if configured, use torch's fused AdamW where
+        """Finish optimizer states that were created or loaded: move Adam's moments to the host if configured, use torch's fused AdamW where
         available, and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()

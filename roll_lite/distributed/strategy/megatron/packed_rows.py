@@ -21,7 +21,7 @@ class PackedRows:
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
-    """[pieces + 1] int32: first token of each piece, then the number of tokens."""
+    """[pieces + 1] int32: index of each piece's first token, then the number of all tokens."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number; padding is an extra last row."""
@@ -108,7 +108,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a mask [N] of the positions on this rank, and their local indices."""
+        """Return (mask [N], True for positions on this rank; local indices of these positions)."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part

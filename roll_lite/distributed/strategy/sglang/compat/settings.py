@@ -69,7 +69,7 @@ SETTINGS = {
     "disable_cuda_graph": "enforce_eager",
     "ep_size": "expert_parallel",
 }
-"""Engine argument -> strategy key to use instead."""
+"""{refused engine argument: key of the section `strategy` to use instead}."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
 """Places of SGLang's engine arguments: (file pattern, class name or None for all)."""
 
