@@ -262,8 +262,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """Return True if null in the YAML removes the key. This holds for entries of a mapping that an earlier layer set (`inherited`), and for
-    settings that cannot be null, which return to their default."""
+    """Return True if null in the YAML removes the key: an entry of a mapping that an earlier layer set (`inherited`), or a setting that
+    cannot be null and returns to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -40,8 +40,8 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: pairs of a training row and the rewards of
-    all responses of its sample, in the order of their turns."""
+    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of the row's
+    sample, in the order of turns)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])

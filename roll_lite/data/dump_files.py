@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Settings that change the sampling distribution. They must be the same in a dump and in the run that trains on it."""
+"""Settings that change the sampling distribution; a dump and the run that trains on it must agree."""
 NAMED = 5
 
 

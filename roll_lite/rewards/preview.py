@@ -212,7 +212,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 
 
 def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
-    """Find reference answers that the reward cannot read, in random order for at most `seconds`."""
+    """Try reference answers in random order, for at most `seconds`, and find those that the reward cannot read."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

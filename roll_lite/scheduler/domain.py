@@ -22,8 +22,8 @@ LEAST_LOSSES = 8
 """The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch if that is more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""Fraction of the latest groups; the run fails if at least this fraction is lost. LONG_WINDOW_FACTOR times the limit of LEAST_LOSSES groups
-are counted."""
+"""The run also fails if at least this fraction of the latest groups is lost. The number of groups counted is LONG_WINDOW_FACTOR times the
+limit above."""
 
 
 class DomainFailed(RuntimeError):

@@ -351,8 +351,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, every request of the wave that it got starts again, even
-    if answered, so that its replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests of the wave start again, even answered
+    ones, so that the replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)

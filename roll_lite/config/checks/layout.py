@@ -220,7 +220,7 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
     """Refuse routing replay if SGLang's requests continue after a weight update (`rollout.on_sync: pause`): SGLang then recomputes their
-    earlier tokens with the new weights, and reports the experts that these choose."""
+    earlier tokens, and reports the experts that the new weights choose."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):

@@ -151,10 +151,9 @@ class ForwardStrategy(ABC):
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients.
 
-        Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution (language model); values, final_value (value
-        model); experts (chosen ids). Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional:
-        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are expert choices to replay.
-        """
+        Head ranks return the columns `outputs`, other ranks None: log_probs, entropy, distribution (language model); values, final_value
+        (value model); experts (chosen ids). Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional:
+        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are expert choices to replay."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:

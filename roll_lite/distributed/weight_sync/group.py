@@ -215,7 +215,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Number the channel's next bucket. Call once per bucket on each member of the route."""
+        """Return the number of the channel's next bucket. Call once per bucket on each member of the route."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number

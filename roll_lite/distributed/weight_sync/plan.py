@@ -56,9 +56,8 @@ class ExportPlan:
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
     """Return the size limit of a bucket with experts.
 
-    An engine holds one such bucket of each owner; together these buckets make `bucket_bytes` or, if larger, one layer's experts.
-    `layer_bytes`: one owner's experts of a layer.
-    """
+    An engine holds one such bucket of each owner; all of them together have `bucket_bytes` or, if larger, the size of one layer's experts.
+    `layer_bytes`: one owner's experts of a layer."""
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
 
