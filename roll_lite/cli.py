@@ -61,8 +61,8 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. Other commands check without making environments or starting servers: a run's workers do so before it
-trains."""
+"""Checks of `roll-lite check`. Other commands use CHECKS, which makes no environments and starts no servers: a run's workers do this before
+training."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
 OF_RUNS = (*CHECKS, *OF_MACHINE, check_run_dir, check_machine)
@@ -154,8 +154,8 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration again, allowing missing values and without checks of files. If that fails too, return the valid part, which
-    `error` holds."""
+    """Load the configuration again, with missing values allowed and without checks of files. If loading fails again, return the valid part,
+    stored in `error`."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -235,7 +235,7 @@ def _alternatives(name: str, override: str) -> list[str]:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest` by its target, because a started run changes the link."""
+    """Replace a path through the link `latest` by the link's target: the link will point to another run as soon as one starts."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it
@@ -551,7 +551,7 @@ def _variable(name: str) -> str:
 
 
 def _number(least: int, most: float = math.inf) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `least` to `most`."""
+    """Return a function that parses a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:

@@ -28,7 +28,8 @@ SCHEME = "hf:/"
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files. If a data set has files with several of them, only those with the first one are read."""
+"""Suffixes of data files, preferred ones first. If a data set has files with several of these suffixes, only those with the most preferred
+suffix are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {

@@ -32,7 +32,8 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`answers`: number of each sample's answer, from 0, or NO_ANSWER or READS_NONE. Equal answers to a prompt have equal numbers."""
+        """`answers`: for each sample, a number that stands for its answer (from 0; equal answers to a prompt have equal numbers), or
+        NO_ANSWER, or READS_NONE."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
@@ -41,7 +42,7 @@ class SampledPrompts:
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P]: index of one of the prompt's samples in the arrays passed to `__init__`."""
+        """[P]: for each prompt, the index of one of its samples in the arrays passed to `__init__`."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:

@@ -26,7 +26,8 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Function from this rank's `row_moments` [B, 3] to (shift, scale), so that (x - shift) * scale is whitened over the global batch."""
+"""Function that returns (shift, scale), given this rank's `row_moments` [B, 3]. (x - shift) * scale is then whitened over the global
+batch."""
 
 
 def recurrence(
@@ -79,11 +80,9 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Write (advantage - shift) * scale to `out` and returns to `returns`, for rows from `first` up to `stop`.
-
-    If `moments` is not empty, write only the `row_moments` of the advantages to it. `within`: discount inside a turn; `gamma`: between
-    turns.
-    """
+    """Compute advantages and returns of rows `first` to `stop`; write (advantage - shift) * scale to `out` and returns to `returns` or, if
+    `moments` is not empty, only the advantages' moments (see `row_moments`) to `moments`. `within`: discount inside a turn; `gamma`:
+    between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -130,10 +129,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Write (discounted return - shift) * scale to `out`.
-
-    If `moments` is not empty, write only the `row_moments` of the returns to it. `within`: discount inside a turn; `gamma`: between turns.
-    """
+    """Compute the discounted returns of rows `first` to `stop`; write (return - shift) * scale to `out` or, if `moments` is not empty, only
+    the returns' moments (see `row_moments`) to `moments`. `within`: discount inside a turn; `gamma`: between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]

@@ -31,7 +31,7 @@ class PolicyTerms:
 
     def filled(self) -> PolicyTerms:
         """Return the terms with zeros outside the mask, so that NaN there reaches neither loss nor gradient. A token that is impossible
-        under both policies has no defined ratio: if its advantage is 0, its log-probs become 0 too."""
+        under both policies has no defined ratio: if the token's advantage is 0, its log-probs are set to 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -234,8 +234,8 @@ def mismatch_weights(
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product
-    (`sequence`) or geometric mean (`geometric`) over tokens. `truncate` limits weights to the range (TIS), `mask` zeroes those outside
-    (IcePop)."""
+    (`sequence`) or geometric mean (`geometric`) over tokens. Mode `truncate` limits weights to the range (TIS), `mask` sets weights outside
+    to 0 (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -257,10 +257,8 @@ def within(
     high: float | None,
 ) -> torch.Tensor:
     """Return a bool mask of tokens to keep: the mismatch of the token, or of its sequence (by `level`), is in [low, high] and not NaN.
-
-    `estimator`: `ratio` is exp(trained - rollout), `difference` the trainer's minus the engine's probability; others estimate KL(rollout ||
-    trained).
-    """
+    `estimator`: `ratio` is exp(trained - rollout), `difference` the trainer's minus the engine's probability; k1, k2, k3 and abs estimate
+    KL(rollout || trained)."""
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))

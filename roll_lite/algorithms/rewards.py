@@ -152,7 +152,7 @@ class Masked:
     weights: torch.Tensor
     """[N] float32, the column train_weight; 0 excludes a sample from training."""
     causes: dict[str, torch.Tensor]
-    """Cause -> [N] bool mask; causes may overlap."""
+    """{cause: [N] bool, True for samples masked by it}. A sample may have several causes."""
 
 
 def mask_samples(

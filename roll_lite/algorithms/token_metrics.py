@@ -25,10 +25,8 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum each metric by domain.
-
-    `tokens`: metric name -> values [B, T-1], 0 where masked. Return `<name>#<domain number>` -> sum in float64.
-    """
+    """Sum each metric by domain. `tokens`: {metric name: values [B, T-1], 0 where masked}. Return {`<name>#<domain number>`: sum in
+    float64}."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -41,7 +39,7 @@ class Peaks:
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """(name, sign) -> [domains] maximum of sign * value; sign -1 for minima."""
+    """{(metric name, sign): [domains] maximum of sign * value}. The sign is 1 for maxima, -1 for minima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
         """Record values [B, T-1] where the mask is True, for the maximum or (`smallest`) the minimum. NaN makes the domain's peak NaN.
@@ -67,7 +65,7 @@ class Peaks:
 
 
 SampleSums = Mapping[int, tuple[float, int]]
-"""Sample number -> (sum over tokens, number of tokens)."""
+"""{sample number: (sum over the sample's tokens, number of these tokens)}."""
 
 
 @dataclass

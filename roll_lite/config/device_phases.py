@@ -32,7 +32,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Role -> its tensors on the device, in the order of loading. A role that waits for its devices does not delay later roles."""
+    """{role: names of its tensors on the device}, in the order of loading. While a role's devices are taken, later roles are loaded before
+    it."""
     in_turns: bool = False
     """True: roles with `offload` that share a device are loaded one after the other."""
     of_step: bool = True

@@ -72,7 +72,7 @@ def _links_of_resumed_run(config: RunConfig, data: Any) -> Iterator[Problem]:
 
 
 def _through_latest(data: Any, path: Path = ()) -> Iterator[Problem]:
-    """Refuse paths through the link `latest`, which points to another run than when the resumed run began."""
+    """Refuse paths through the link `latest` when a run is resumed: the link may point to another run than when the resumed run began."""
     if isinstance(data, dict | list):
         for key, value in data.items() if isinstance(data, dict) else enumerate(data):
             for one in (key, value):  # data.train: {file: weight}

@@ -205,7 +205,7 @@ def shape_of(annotation: Any) -> Shape:
 
 
 def discriminator_of(cls: type[Section]) -> str:
-    """Return the `name` that selects the class in YAML; DOTTED_PATH if any dotted path does."""
+    """Return the `name` that selects the class in YAML; DOTTED_PATH if its `name` may be any dotted path."""
     return next(map(str, get_args(cls.model_fields["name"].annotation)), DOTTED_PATH)
 
 
@@ -262,8 +262,8 @@ def words_at(path: Path) -> str:
 
 
 def is_removed_by_null(path: Path, inherited: bool) -> bool:
-    """True if null removes the key: a mapping's entry that an earlier layer set (`inherited`), or a setting that cannot be null and returns
-    to its default."""
+    """Return True if null in the YAML removes the key: an entry of a mapping that an earlier layer set (`inherited`), or a setting that
+    cannot be null and returns to its default."""
     fields = _fields_at(path)
     if not inherited and (len(sections_at(path)) != 1 or not fields):
         return False

@@ -40,8 +40,8 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its
-    sample, by turn)."""
+    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of the row's
+    sample, in the order of turns)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return a batch with each sample's first row, in which response_length is the sum over the sample's rows, min_version their minimum,
-    and max_version and policy_tokens are their maximum (max_tokens limits each row)."""
+    """Return a batch with only the first row of each sample. Of the sample's rows, `response_length` is summed, `min_version` is the
+    minimum, and `max_version` and `policy_tokens` are the maximum (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Settings that change the sampling distribution; dump and run must agree on them."""
+"""Settings that change the sampling distribution; a dump and the run that trains on it must agree."""
 NAMED = 5
 
 
@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return {step: dump file}. `path`: a folder of dumps or of a run. If that run had resumed, earlier dumps are from the run before it.
-    Raise ValueError if there are none."""
+    """Return {step: dump file}. `path`: a folder of dumps, or of a run. If the run was resumed from another, that run's dumps of earlier
+    steps are included, and so on. Raise ValueError if there are none."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -195,8 +195,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Yield a problem if settings that affect training differ from those of the run that wrote the dumps: this policy is then not the one
-    that sampled, as `current` and `recompute` of old_log_probs assume."""
+    """Yield a problem if training settings differ from those of the run that wrote the dumps. This run's policy is then not the one that
+    sampled, but `current` and `recompute` of algorithm.old_log_probs assume so."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -251,7 +251,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _as_in_header(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as headers of dumps store it. Raise Refused if a field that is compared is invalid."""
+    """Return the configuration in the form in which dumps store it. Raise Refused if a field that is compared is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _validate_all(getattr(config, name))
     return config.model_dump(mode="json")

@@ -42,15 +42,15 @@ class MicroBatchOutputs:
 @dataclass(frozen=True)
 class Multiples:
     tokens: int = 1
-    """Tokens of a micro-batch are padded to a multiple of this number, for sequence and context parallelism."""
+    """Divisor of a micro-batch's token count: tokens are padded to a multiple, for sequence and context parallelism."""
     count: int = 1
-    """The number of micro-batches is a multiple of this number, which interleaved pipeline stages process at a time per model chunk."""
+    """Divisor of the number of micro-batches: interleaved pipeline stages process this many at a time per model chunk."""
 
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return each micro-batch's row numbers. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank runs
-        in any case, to match other ranks or `Multiples.count`; missing ones are empty."""
+        """Return each micro-batch's row numbers. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank must
+        run, to match other ranks or `Multiples.count`; if fewer are returned, the caller adds empty ones."""
 
 
 @dataclass(frozen=True)

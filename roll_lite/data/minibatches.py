@@ -42,9 +42,9 @@ def cut_mini_batches(
     """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
     and empty mini-batches are dropped.
 
-    `samples`: row numbers by which mini-batches name their rows. `owners`: number of each row's sample; None if every row is a sample of
-    its own. A sample's rows share a mini-batch, and the loss aggregation counts them as one sequence unless `rows_are_sequences`.
-    """
+    `samples`: each row's number; mini-batches list their rows by these numbers. `owners`: number of each row's sample; None: each row is a
+    sample. All rows of a sample are in the same mini-batch, and the loss aggregation counts them as one sequence unless
+    `rows_are_sequences`."""
     cut: list[MiniBatch] = []
     owners = np.arange(len(samples)) if owners is None else owners
     sequences = np.arange(len(samples)) if rows_are_sequences else owners

@@ -99,8 +99,8 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Return the paths of the given data files, and of those in given folders. Missing or broken ones are skipped, since other checks
-    report them."""
+    """Return the paths of the given data files, and of the data files in given folders. Missing or broken files are skipped, since other
+    checks report them."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):

@@ -101,7 +101,7 @@ class GenerationRequest(Packed):
     text includes them, and stop strings may begin in them; its other fields are about new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
-    """Exclude the context from the loss: another row of the sample trains on it."""
+    """Exclude the context from the loss, because another row of the sample already trains on it."""
 
     @property
     def prompt_length(self) -> int:
@@ -160,7 +160,7 @@ class Turn(NamedTuple):
 
     request_id: str
     length: int = 0
-    """Number of new tokens, without those from before an interruption. Index 0 in `versions` is the first new token."""
+    """Number of new tokens, without tokens from before an interruption. Index 0 in `versions` is the first new token."""
     text: str = ""
     """Whole response, with the tokens from before an interruption; empty if aborted before the first token."""
     finish_reason: FinishReason | None = None
@@ -317,7 +317,7 @@ class Score(Packed):
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
     answer: str | None = None
-    """Answer found in the response, for majority votes. Empty: none found; None: the reward looks for none."""
+    """Answer found in the response, for majority votes. Empty: none found. None: this reward does not extract answers."""
     terms: dict[str, float] = field(default_factory=dict)
     """{term: its weighted contribution}; the sum is the value."""
 

@@ -14,7 +14,8 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. In a folder only those of KINDS are read: CSV and JSON files there are often not data."""
+"""Suffixes accepted for a single file. From a folder, only files with suffixes in KINDS are read: CSV and JSON files in folders are often
+not data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -39,7 +40,7 @@ class Row(NamedTuple):
     """"line" or "row": what `number` counts, from 1."""
     number: int
     content: dict[str, Any] | str
-    """Column -> value. A text says why the row is unreadable or left out."""
+    """{column: value}, or a text that says why the row is unreadable or left out."""
 
     @property
     def place(self) -> str:
@@ -91,8 +92,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if a folder has files of several splits: held-out rows would be trained on. Names that tell no split may differ only
-    in digits and punctuation."""
+    """Raise ValueError if file names tell several splits (held-out rows would be trained on), or tell none and differ in more than digits
+    and punctuation."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

@@ -27,8 +27,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. By their token weights, the summed loss is algorithm.ptx.coef times the mean cross-entropy
-        per learned token."""
+        """Draw the rows of one optimizer step. `ptx_weight`, the weight of each learned token, is algorithm.ptx.coef / number of learned
+        tokens, so the weighted sum of cross-entropies is coef times their mean."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(

@@ -272,10 +272,10 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the rank to blame for a hang: the first rank without a Stand; else a rank for which others wait and which waits for none.
+    """Return the rank to blame for a hang: the first rank that reported no Stand (its collectives and stack traces); else a rank for which
+    other ranks wait and which waits for none.
 
-    Of two ranks in a process group, the one that has begun more collectives waits for the other.
-    """
+    Of two ranks in a process group, the one that has begun more collectives waits for the other."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}
@@ -308,7 +308,7 @@ def _stands(group: RankGroup, ranks: Sequence[int]) -> dict[int, Stand]:
 
 
 def _told(group: RankGroup, ranks: Sequence[int], stands: Mapping[int, Stand]) -> str:
-    """Return stack traces of the first MOST_STACKS ranks. Ranks without an answer write theirs on SIGUSR1."""
+    """Return stack traces of the first MOST_STACKS ranks. Ranks that reported none are made to write theirs by SIGUSR1."""
     if not group.deaths:
         return ""
     text = ""

@@ -142,8 +142,8 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Return the largest share of a core per slot, at most 1, with which each node's slots fit into its free cores. `counts`: node id ->
-    slots."""
+    """Return the largest share of a core per slot, at most 1, with which each node's slots fit into its free cores. `counts`: {node id:
+    number of slots}."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -197,7 +197,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: devices by node number."""
+    """Choose a Ray node for each node number; wait for missing or busy nodes. `counts`: {node number: number of devices}."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)
@@ -214,8 +214,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign to each node number, in order, the first Ray node with enough free devices that leaves enough for later numbers. `room`: (Ray
-    node, its free devices); `wanted`: node number -> devices."""
+    """Assign a Ray node to each node number, in order: the first with enough free devices whose use leaves enough nodes for later numbers.
+    `room`: pairs (Ray node, number of its free devices). `wanted`: {node number: number of devices}."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):

@@ -162,7 +162,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak references, so that Ray ends the actors of a cluster that is dropped: their last handles go with it."""
+        """Weak references, because Ray ends the actors of a dropped cluster only when no handle to them is left."""
         self.overlooked: Sequence[str] = ()
         """Names of groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}
@@ -195,7 +195,8 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return reference -> (group, rank) for groups whose ranks die together. A reference is ready when its rank is dead."""
+        """Return {Ray reference that becomes ready when a rank dies: (its group, rank)}, for groups that are killed whole if one rank dies;
+        overlooked groups are left out."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 

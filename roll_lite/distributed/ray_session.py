@@ -299,8 +299,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield (the session's private folder, its mark) while a guard process watches the driver. The mark is an id in the environment of the
-    session's processes. On a cluster started elsewhere no process has a mark: the guard only records a killed driver's death."""
+    """Yield (private folder of the session, session's mark) while a guard process watches the driver. The mark is an id in the environment
+    of the session's processes. On a cluster started elsewhere no process has a mark: the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)

@@ -33,9 +33,8 @@ def keep_exit_codes() -> None:
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of the session's processes of this user: those with its mark in their environment, and Ray's workers with open files
-    in its folder, since process titles may overwrite the environment.
-    """
+    """Return the pids of this user's processes that belong to the session: processes with the session's mark in their environment, and
+    Ray's workers with open files in the session's folder, because a process title may have overwritten the environment."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -47,7 +47,7 @@ class Stand(NamedTuple):
     """Collectives that a process has begun, and its threads' stack traces."""
 
     begun: Mapping[str, int]
-    """Process group -> number of the last collective begun."""
+    """{process group: number of the last collective begun}."""
     unfinished: Sequence[str]
     stacks: str
 
@@ -198,9 +198,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return (process group -> number of the last collective begun, descriptions of unfinished collectives). Stack traces do not show them:
-    GPU collectives are launched early and need not block the process.
-    """
+    """Return ({process group: number of the last collective begun}, descriptions of unfinished collectives). Stack traces do not show
+    these: GPU collectives are launched early and need not block the process."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
         for entry in _recorded_collectives():

@@ -43,7 +43,7 @@ SET_CLOCK = "set the clock, or have a time server keep it: logs mislead, and TLS
 SECONDS = 60.0
 """Time limit in seconds for a check in a separate process."""
 LEAST_FREE = 0.9
-"""Fraction of its memory. If less is free, the GPU counts as used by another process."""
+"""Free fraction of a GPU's memory below which the GPU counts as used by another process."""
 DRIVER = re.compile(r"Driver Version: *\S+ +CUDA Version: *[\d.]+")
 GPU_STACK = "install a lock file for GPUs (roll-lite docs environment) and a driver for its CUDA version; if they fit, look at dmesg"
 Memory = tuple[str, int, int]

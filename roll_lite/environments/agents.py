@@ -76,7 +76,7 @@ class AgentSession:
         self._policy.refusal = why
 
     def end(self) -> None:
-        """Store the conversations in the Policy: that with the latest response in `messages`, the others in `branches`."""
+        """Store the conversations in the Policy: the one with the latest response in `messages`, the other conversations in `branches`."""
         if self._conversations:
             self._policy.messages = self._conversations.pop(max(self._conversations))
             self._policy.branches = list(self._conversations.values())
@@ -141,8 +141,8 @@ class AgentSession:
 
 
 def _digest(before: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation extended by `message`; `before`: its digest so far. Ignores outer white space, which clients
-    strip."""
+    """Return the digest of a conversation after `message` is appended. `before`: digest without the message. Outer white space is ignored,
+    because clients strip it."""
     known = {name: value.strip() if isinstance(value, str) else value for name, value in message.items() if value}
     return hashlib.sha256(before + _json(known)).digest()
 

@@ -71,9 +71,9 @@ class Ask(NamedTuple):
     episode: int
     number: int
     after: int | None
-    """Number of the response before the new tokens; None: they start a conversation."""
+    """Number of the response that these tokens follow; None: they start a conversation."""
     ids: bytes
-    """Token ids of the new tokens, int32."""
+    """Token ids, int32, to append to the conversation before the response is sampled."""
     most: int | None
     """Maximum tokens of the response; None: all that are left."""
     stop: tuple[str, ...] = ()
@@ -166,8 +166,9 @@ class Policy:
     async def sample(
         self, ids: Sequence[int], after: int | None, most: int | None, stop: Sequence[str] = (), messages: Sequence[Message] = ()
     ) -> Response:
-        """Append tokens to a conversation, and sample a response. `messages`: those from which `ids` were rendered. `after`: number of the
-        response before these tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are left."""
+        """Append tokens to a conversation, and sample a response. `messages`: messages from which `ids` were rendered. `after`: number of
+        the response before these tokens; None: they start a conversation. `most`: maximum tokens of the response; None: all that are
+        left."""
         loop = asyncio.get_running_loop()
         number = len(self._rewards)
         self._rewards.append(0.0)
@@ -331,8 +332,8 @@ def _told(error: BaseException) -> str:
 
 
 class Calls:
-    """Calls functions of the user: async ones in the event loop, others in a thread each, because they may block. `stuck`: number of calls
-    that hang."""
+    """Calls functions of the user: async functions in the event loop, each other call in its own thread, because it may block. `stuck`:
+    number of calls that hang."""
 
     def __init__(self) -> None:
         self.stuck = 0

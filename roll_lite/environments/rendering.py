@@ -36,7 +36,7 @@ ANY_TOOL = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}, "required": ["text"]},
     },
 }
-"""Schema in place of unknown tools: those of agents, and those that need a started sandbox or index."""
+"""Schema that stands for unknown tools: tools of agents, and tools that need a started sandbox or index."""
 
 
 class ChatRenderer:
@@ -63,7 +63,7 @@ class ChatRenderer:
         self._setting = setting
         self._template = tokenizer.get_chat_template(chat_template, self._tools)
         self._later_tools = self._tools
-        """Tools for rendering continuations; None, which is faster, if they make no difference there."""
+        """Tools passed to the template for continuations; None, which is faster, if the rendered text is the same without tools."""
         self._needs_calls = bool(tools)
         """True if the dummy response before tool results must have tool calls, as the template renders results differently otherwise."""
         self._closing = self._after([], prompt=False)
@@ -268,8 +268,8 @@ class _GuardedText:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, text: str) -> list[int]:
-        """Tokenize a text that follows another. SentencePiece adds a space at a text's start, so a line break is put first and its tokens
-        are dropped."""
+        """Tokenize a text that follows another text. SentencePiece would add a space at the start, so a line break is put before the text,
+        and the tokens of the line break are dropped."""
         ids = self._ids(f"\n{text}")
         length = len(self._line_break)
         return ids[length:] if ids[:length] == self._line_break else self._ids(text)

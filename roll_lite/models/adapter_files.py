@@ -19,7 +19,7 @@ _PLAIN: dict[str, Any] = {
     "use_dora": False,
     "use_rslora": False,
 }
-"""PEFT setting that changes the computation -> its only supported value."""
+"""{PEFT setting that changes the computation: its only supported value}."""
 _CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
 _WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),

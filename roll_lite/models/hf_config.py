@@ -120,8 +120,8 @@ class HfConfig:
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Return, as JSON values, the facts that fix a checkpoint's tensors: sizes, dtype, and output layer (`has_values`: a value
-        head)."""
+        """Return what determines a checkpoint's tensors, as JSON values: sizes, dtype and kind of output. `has_values`: the model has a
+        value head, not an LM head."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 

@@ -43,7 +43,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": ((None,), "quantised weights cannot be trained; take the model in bfloat16 or float32"),
     "compression_config": ((None,), "compressed weights cannot be trained; take the model in bfloat16 or float32"),
 }
-"""Fields that change the model -> (supported values, reason)."""
+"""{field that changes the model: (supported values, reason)}."""
 
 OF_FILES = _names(
     """transformers_version dtype torch_dtype use_cache initializer_range max_window_layers pretraining_tp _name_or_path name_or_path

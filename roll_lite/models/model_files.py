@@ -21,7 +21,7 @@ _BLOCK = 16 << 20
 _SAMPLE = 4096
 _MOST_SAMPLED = 500
 _EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
-"""Dtype -> (mask of the exponent bits, all set in NaN and infinity; bytes per number)."""
+"""{dtype: (mask of the exponent bits, bytes per number)}. The exponent bits of NaN and infinity are all set."""
 _HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of ignored tensors: old checkpoints store them, but models compute them."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Consecutive steps that must show a sign before it is reported."""
+"""Number of consecutive steps that must show a problem before it is reported."""
 GROUPS = 12
 """Minimum number of sample groups, over the steps with a sign, to report it for a single domain: in fewer groups, equal scores may be
 chance."""
@@ -37,18 +37,18 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """True if the step shows the sign. Arguments: the step's metrics, and metrics of earlier steps (the first with an entropy, and the
-    latest)."""
+    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Its second argument has the latest
+    REMEMBERED earlier steps and, for comparison, the first step with an entropy."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
 
 class RunHealth:
-    """Finds signs of failing training. A sign is reported once; later steps with it are counted."""
+    """Finds signs of failing training (SIGNS) in the metrics. A sign is reported once; later steps that show it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: whether equal rewards in a group teach nothing, as with GRPO. `domains`: if there are several, each is also
-        checked by itself."""
+        """`compares_groups`: warn if all groups have equal rewards, which gives no gradient with GRPO. `domains`: if there are several,
+        some signs are also checked in each."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

@@ -400,4 +400,4 @@ DERIVED: dict[str, Derived] = {
         _explained_variance,
     ),
 }
-"""Metrics computed from others."""
+"""Metrics computed from other metrics."""

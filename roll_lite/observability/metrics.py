@@ -36,7 +36,7 @@ def flat_name(series: Series) -> str:
 
 @dataclass
 class MetricSums:
-    """Accumulated metrics: (sum, count) for means, one number for others. Picklable."""
+    """Accumulated metrics: (sum, count) for means, one number for other metrics. Picklable."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 

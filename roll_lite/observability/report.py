@@ -36,7 +36,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""Subset of the validation samples -> its metrics. A subset is `overall`, a domain (`math`), or a domain's samples with one value of its
+"""{subset of the validation samples: its metrics}. A subset is `overall`, a domain (`math`), or a domain's samples with one value of its
 `report_by` column (`math/level:5`)."""
 
 

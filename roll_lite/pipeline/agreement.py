@@ -102,9 +102,9 @@ class Agreement:
         self._is_first, self._has_said = True, False
         self._accepted: int | None = None
         self._past: dict[str, list[float]] = {}
-        """Mean absolute log-prob difference of each earlier step, by Age. Keys are text ("0 0") because JSON has no tuples."""
+        """{Age of samples, as a text such as "0 0": mean absolute log-prob difference in each earlier step}. JSON has no tuples as keys."""
         self._exceeded: dict[tuple[Age, int], int] = {}
-        """{(Age of samples, engine): number of latest steps in a row in which the engine exceeded a limit}."""
+        """{(age of samples, engine): consecutive comparisons, up to the latest, in which the engine exceeded a limit}."""
 
     def accept(self, version: int) -> None:
         self._accepted = version

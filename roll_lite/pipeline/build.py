@@ -110,8 +110,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
 
 
 def quiet_environment(config: RunConfig, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment variables of QUIET; the user's values in `given` take precedence. HF_HUB_OFFLINE is left out if models must be
-    downloaded (hf://) and the user did not set it."""
+    """Return workers' environment variables against usage reports, downloads and tokenizer threads (QUIET); values that the user set (in
+    `given`) take precedence. HF_HUB_OFFLINE is left out if models must be downloaded (hf://), unless the user set it."""
     names_hub = "hf://" in config.model_dump_json()
     return {name: given.get(name, value) for name, value in QUIET.items() if name in given or not (names_hub and name == "HF_HUB_OFFLINE")}
 

@@ -321,7 +321,7 @@ class Checkpoints:
         return file.read_bytes() if usable and UNFINISHED_FILE in read_list(file.parent) else b""
 
     def _on_nodes(self, checkpoint: Path) -> Path:
-        """Return the folder from which ranks load a checkpoint: their node's copy if it is in a remote store."""
+        """Return the folder from which ranks load a checkpoint: the local copy on their node if the checkpoint is in a remote store."""
         return checkpoint if is_local(checkpoint) else self._run_folder / FOLDER / checkpoint.name
 
     def _verified(self, folder: Path, models: Models, copy: Path | None = None) -> dict[str, Any]:

@@ -96,8 +96,8 @@ class Model(Movable, Generic[W]):
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Divide a batch for training. Each data parallel rank gets its part of every mini-batch, and the rows of these parts, each
-        once."""
+        """Divide a batch for training. Each data-parallel rank gets its samples of every mini-batch, and the rows of these samples, each
+        only once."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -119,7 +119,7 @@ class Engines(Movable):
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """Number of rounds in which engines start. Engines measure free memory, so those that share a GPU must start in different rounds."""
+    """Number of rounds in which engines start. Engines measure free memory, so engines that share a GPU must start in different rounds."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
@@ -135,8 +135,8 @@ class Engines(Movable):
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, also_loaded: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """Load the engine memory that a phase needs, and offload it after the block. `also_loaded`: models to load too, with their state
-        groups; the caller offloads them."""
+        """Load the engine memory that a phase needs, and offload it after the block. `also_loaded`: further models to load, each with its
+        state groups; the caller offloads these models."""
         return loaded(self, self.parts(phase), also_loaded)
 
     def parts(self, phase: Phase) -> tuple[EngineMemory, ...]:
@@ -187,7 +187,8 @@ def initialize(models: Sequence[Model[Any]], start_others: Callable[[], Sequence
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Return the state groups (such as weights) that every model loads in a phase. Raise ValueError for `generate`, where they differ."""
+    """Return the state groups (such as weights) that every model loads in a phase. Raise ValueError for the phase `generate`, in which they
+    differ between models."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -217,7 +218,7 @@ def loaded(role: Movable, parts: Sequence[Any], also_loaded: Sequence[tuple[Mova
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
     """Run each role's turn (load, work, offload); return results in the order of `turns`. Roles that offload and share devices run one
-    after another, others in parallel."""
+    after another, other roles in parallel."""
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}

@@ -70,7 +70,7 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int, int]]:
-    """Return each row's key (group, index in the group, branch): the same in a part of the batch and in the whole batch, unlike its sample
-    number."""
+    """Return each row's key (group, index in the group, branch). Unlike the sample number, the key is the same in a part of the batch and
+    in the whole batch."""
     branches = rows.tensor("branch").tolist() if "branch" in rows else [0] * len(rows)
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), branches, strict=True))

@@ -174,8 +174,8 @@ class EngineRestarts:
         return ready and (not self._engines.offloads or not self.replicas.left)
 
     def take(self, parts: Sequence[EngineMemory]) -> None:
-        """Turn started replacements into newcomers (engines without the current weights). With `offload: true`, offload `parts` of their
-        memory."""
+        """Admit replacements whose start is complete. Their engines count as living, but as `newcomers`: they do not serve until they get
+        the current weights. With `offload: true`, offload `parts` of their memory."""
         self.tell_losses()
         for engine, place in [(engine, start.place) for engine, start in self._starts.items() if start.place is not None]:
             del self._starts[engine]
@@ -206,7 +206,8 @@ class EngineRestarts:
             self.take(tuple(EngineMemory))
 
     def hand_over(self, version: int | None) -> None:
-        """Let newcomers serve, after they got weights. `version`: of these weights; None in a run that does not train."""
+        """Let the engines in `newcomers` serve; they now have the current weights. `version`: of these weights; None in a run that does not
+        train."""
         for engine in list(self.newcomers):
             self._rollouts.one(RolloutWorker.engine_restarted, engine, self.replicas.actors[engine])
             self._newcomers.remove(engine)

@@ -101,7 +101,7 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._moves = Counter[str]()
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
-        """{(place, text without numbers): (number of occurrences, full text of the first)} of printed messages."""
+        """Printed messages: {(place, text without numbers): (number of occurrences, full text of the first occurrence)}."""
         self._places: list[tuple[str, int, Place]] = []
         self._picture = LivePicture(self._draw)
         self._report = LiveReport(folder, config.report_every)
@@ -152,8 +152,8 @@ class Journal:
             self._trackers.show_samples(number, "step", self.folder / "samples" / f"step_{number:06d}.jsonl", self._domains)
 
     def _rank_spans(self) -> Iterator[Span]:
-        """Yield the ranks' spans of this step. A span's parent is the driver's span of the same phase at its start or, without one, the
-        step."""
+        """Yield the ranks' spans of this step. The parent of a rank's span is the driver's span of the same phase that was open at its
+        start; if none was open, the step."""
         step, *own = self.timers.last.spans
         for role, ranks in self._work.items():
             for rank, phases in enumerate(ranks):

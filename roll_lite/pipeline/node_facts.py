@@ -55,7 +55,7 @@ class Scout:
         return time.time()
 
     def look(self, run_folder: Path, others: Sequence[tuple[str, int]]) -> NodeFacts:
-        """Collect this node's facts, and test whether the other nodes can be reached. `others`: their addresses and ports."""
+        """Collect this node's facts, and test whether the other nodes can be reached. `others`: addresses and ports of these nodes."""
         disk = next(folder for folder in (run_folder, *run_folder.parents) if folder.is_dir())
         with ThreadPoolExecutor(max_workers=32) as threads:
             reasons = dict(zip((address for address, _ in others), threads.map(_why_unreachable, others), strict=True))
@@ -134,8 +134,8 @@ def _clock_of(scout: ray.actor.ActorHandle) -> float:
 
 
 def differences(facts: Mapping[str, NodeFacts], roles: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yield differences between nodes that prevent the run from starting. `facts` and `roles`: by node address, in `facts` the driver's
-    first."""
+    """Yield differences between nodes that prevent the run from starting. `facts`: {node address: facts}, the driver's node first. `roles`:
+    {node address: roles on it}."""
     here = next(iter(facts))
     with_engines = [address for address in facts if "actor_infer" in roles[address]]
     for name in ("python", *PACKAGES):

@@ -133,8 +133,8 @@ def readers(config: RunConfig) -> list[Reader]:
 
 
 def users_code(config: RunConfig) -> dict[Path, str]:
-    """Return the modules and packages that functions in the configuration are imported from, except installed ones, each with the first
-    such function's dotted path."""
+    """Return {module file or package folder: dotted path}: user code (not installed) that the configuration imports functions from, and the
+    first path that names it."""
     found: dict[Path, str] = {}
     for name in DOTTED_PATH.findall(config.model_dump_json()):
         place = _imported_from(name)
@@ -172,8 +172,8 @@ def written_by_ranks(config: RunConfig) -> dict[str, str]:
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:
-    """Raise ValueError if this node has other files or versions than the driver's node. `drivers`, `versions`: of the driver's node;
-    `driver`: its address."""
+    """Raise ValueError if this node's files or package versions differ from the driver's node. `drivers`: files seen on the driver's node;
+    `versions`: package versions there; `driver`: its address."""
     here, engines = ray.util.get_node_ip_address(), {"actor_infer"}
     views = {driver: drivers, here: View(None, {reader: reader.files() for reader in drivers.files})}
     facts = {address: node_facts.NodeFacts(own, 0.0, 0.0, {}) for address, own in ((driver, versions), (here, node_facts.installed()))}

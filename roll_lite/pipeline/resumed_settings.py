@@ -29,7 +29,7 @@ HARMLESS = (
     *(f"domains.*.environment.{name}" for name in ("workers", "parallel", "turn_timeout_s", "start_timeout_s", "url")),
     *(f"domains.*.data.{name}" for name in ("validation", "validation_preset", "report_by")),
 )
-"""Settings in the sections OF_SAMPLES that do not affect samples. OF_ENGINES lists exceptions, which do."""
+"""Settings in the sections OF_SAMPLES that do not affect samples; entries of OF_ENGINES, which do, are exceptions."""
 
 
 @dataclass(frozen=True)

@@ -263,8 +263,8 @@ class RLVRPipeline:
         return isinstance(self.journal, Unrecorded)
 
     def compare(self, version: int, rows: DataProto, found: list[SampleSums]) -> None:
-        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. Updates repeated after a loss pass: they were checked
-        the first time."""
+        """Raise EnginesDiffer if log-probs of engines and trainer differ too much. Updates that are repeated after a loss are not checked
+        again."""
         try:
             self.agreement.check(version, rows, found)
         except EnginesDiffer:

@@ -107,7 +107,7 @@ class LiveRollouts(BatchSource):
     weights: WeightSync | None = None
     """Sends weights to the engines; None in a run that does not train."""
     _batch: Pending[RolloutBatch] | None = None
-    """Call that generates the next batch; continues while training ranks are replaced."""
+    """Pending call to the rollout service for the next batch. It continues while training ranks are replaced."""
     _addresses: dict[str, list[JudgeAddress]] = field(default_factory=dict)
     """Addresses of the judges' servers: {name of the judge: [address of each rank]}."""
     _restarts: RestartBudget = field(default_factory=RestartBudget)

@@ -76,7 +76,7 @@ class References:
     total: int
     unreadable: dict[int, str]
     read: int
-    """References read; less than `total` if the time ran out."""
+    """Number of reference answers tried; less than `total` if the time ran out."""
 
     def summary(self) -> str:
         of_all = "" if self.read == self.total else f" looked at, spread over all {self.total} (--limit 0 looks at every one)"
@@ -212,7 +212,7 @@ def _chosen(place: str, given: Given, prompts: PromptSet, by_text: Mapping[str, 
 
 
 def read_references(config: RewardConfig, path: str, prompts: PromptSet, seconds: float | None) -> References:
-    """Find reference answers that the reward cannot read, in random order for at most `seconds`."""
+    """Try reference answers in random order, for at most `seconds`, and find those that the reward cannot read."""
     plain = config.model_copy(update={"terms": [], "format": None})
     read: dict[int, str | None] = {}
     with closing(RewardProcess(plain, path)) as reward:

@@ -253,8 +253,8 @@ def guard_value(value: Any) -> Any:
 
 
 def guard_named_value(value: Any) -> Any:
-    """Guard and return a value that a test reads from a variable or by subscript. Skip values whose class was loaded before the program:
-    `guard_value` has guarded the items of containers."""
+    """Guard and return a value that a test reads from a variable or by subscript. Skip values of classes that were loaded before the
+    program; items of containers are guarded by `guard_value`."""
     return value if id(type(value)) in LOADED.classes and not isinstance(value, type) else guard_value(value)
 
 

@@ -49,8 +49,7 @@ TRIAL = {
 class Isolation:
     """Protections of this process.
 
-    `held`: {protection (files, network, ...): mechanism that provides it}. `why_not`: reasons why others are missing.
-    """
+    `held`: {protection (files, network, ...): mechanism that provides it}. `why_not`: reasons why stronger mechanisms do not work here."""
 
     kind: str
     held: dict[str, str]
@@ -81,7 +80,8 @@ def _try_namespaces(readable: Sequence[str]) -> None:
 
 
 def _trouble_with(change: Callable[[], None]) -> str:
-    """Return why a change to this process would fail; empty if it works. A child process tries it, because it cannot be undone."""
+    """Return why a change to this process would fail; empty if it would work. A child process tries the change, because a process cannot
+    undo it."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -131,7 +131,7 @@ def _is_root_of_machine() -> bool:
 
 def _become_nobody() -> bool:
     """Become user NOBODY in a new user namespace. Return False if user namespaces are impossible: programs must then start under another
-    user id. Raise PermissionError if that is forbidden too."""
+    user id. Raise PermissionError if another user id is forbidden too."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")

@@ -121,7 +121,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """Resources that a control group counts exactly; others are sampled about twenty times a second."""
+    """Resources that a control group counts exactly; other resources are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -388,8 +388,8 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Begin a job, and return the sandbox to wait for. A pair runs in two sandboxes that share a socket; wait for the tests'
-        sandbox."""
+        """Start a job and return the sandbox to wait for; the end of its program ends the job. A Pair (a program, and tests that talk to it
+        over a socket) runs in two sandboxes; wait for the one of the tests."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox

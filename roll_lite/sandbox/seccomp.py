@@ -165,7 +165,7 @@ ioctl 16 29
 fcntl 72 25
 """)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""Allowed ioctl requests; others could change flags of read-only files."""
+"""Allowed ioctl requests; other requests could change flags of read-only files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
@@ -180,11 +180,10 @@ ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """Return the filter for `install_filter`.
+    """Return the filter for `install_filter`. Raise OSError on machines other than x86_64 and aarch64.
 
-    Raise OSError on machines other than x86_64 and aarch64. `own_pid`: process id of a program without namespaces, which needs stricter
-    rules. `signals_stay`: another mechanism confines signals.
-    """
+    `own_pid`: process id of a program without namespaces, which may not act on other processes or change file attributes. `signals_stay`:
+    Landlock or a separate user confines signals, so the filter does not."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")

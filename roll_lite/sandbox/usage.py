@@ -35,7 +35,7 @@ class Usage:
             """Resident pages of this interpreter, which forked programs share."""
         self._own_stack = _fields(os.getpid())[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """{(pid, start time): number of memory mappings}. Each sample counts those of one random process."""
+        """{(pid, start time): number of memory mappings}. Each sample counts the mappings of one random process."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 

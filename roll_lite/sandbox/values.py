@@ -27,12 +27,12 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Standard-library types that count as plain data -> function that returns constructor arguments."""
+"""{standard-library type that counts as plain data: function that returns the constructor arguments of a value}."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 FIRST_ARGUMENT_TYPE = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Type name -> required type of the first argument. A number there could make a huge object."""
+"""{type name: required type of the first argument}. A number as first argument could make a huge object."""
 ARGUMENT_TYPE = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""Type name -> required type of all arguments: decoding could compute Fraction("1e99999999")."""
+"""{type name: required type of all arguments}. Other types are refused, because decoding could compute Fraction("1e99999999")."""
 LONGEST_NUMBER = 10_000
 SAME_HASH = 100
 """Maximum items with the same hash in a decoded set or dict, against hash flooding."""

@@ -89,7 +89,8 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the smallest `batches_requested` at admission with which a group is fresh enough for the domain's next batch."""
+        """Return the staleness limit of the domain's next batch: a group is too old for this batch if `batches_requested` was smaller when
+        the group was admitted."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -16,7 +16,7 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Work of the engine's requests in flight: prompt tokens to prefill (those not cached) plus expected response tokens."""
+    """Work of the engine's requests in flight: prompt tokens to prefill (without cached tokens) plus expected response tokens."""
     done: float = 0.0
     """Tokens of that work which are finished: prompt tokens prefilled and response tokens generated."""
     requests: int = 0

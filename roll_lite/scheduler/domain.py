@@ -22,7 +22,8 @@ LEAST_LOSSES = 8
 """The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch if that is more."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""The run fails if at least this fraction of the latest groups is lost. Their number is LONG_WINDOW_FACTOR times the limit above."""
+"""The run also fails if at least this fraction of the latest groups is lost. The number of groups counted is LONG_WINDOW_FACTOR times the
+limit above."""
 
 
 class DomainFailed(RuntimeError):
@@ -117,7 +118,7 @@ class DomainScheduler:
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[_PromptToStart] = deque()
         self._taken_up: dict[int, int] = {}
-        """Group number at the resumed checkpoint -> new number."""
+        """{group number in the resumed checkpoint: number of the group that continues it}."""
         self._ledger: list[dict[str, Any]] = []
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONG_WINDOW_FACTOR * LEAST_LOSSES)
@@ -139,7 +140,8 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples in the scoring queue; negative if reward workers are free."""
+        """Samples that are being scored or wait for it, minus the number that reward workers can score at once; negative if workers are
+        free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property
@@ -360,7 +362,7 @@ class DomainScheduler:
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Return what a checkpoint stores of the samples of group `number`, which is not delivered yet: index in the group -> state."""
+        """Return what a checkpoint stores of group `number`, which is not delivered yet: {index of the sample in the group: its state}."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]

@@ -53,7 +53,7 @@ class EngineClient(Protocol):
 class Collected:
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
-    """Request id -> response tokens so far."""
+    """{request id: number of response tokens so far}."""
     dead: str | None = None
     """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
@@ -196,7 +196,7 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the numbers of the engines on draining nodes. If no engine runs on another node, the first is not returned, so that one engine
-    remains. `nodes`: engine number -> node, for serving engines."""
+    """Return the numbers of the engines on draining nodes. If all engines are on draining nodes, the first is left out, so that one engine
+    remains. `nodes`: {number of a serving engine: its node}."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

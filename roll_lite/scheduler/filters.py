@@ -1,4 +1,5 @@
-"""Dynamic sampling: selects the finished groups that train; other prompts replace filtered groups."""
+"""Dynamic sampling: filters finished sample groups by their scores or a user's function, before training. Groups of other prompts replace
+filtered groups, within the limit `tries`."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class GroupFilter:
     tries: int = 10
     """Maximum prompts tried per group of a batch."""
     fill: bool = True
-    """True: the run fails when the tries are used up. False: it trains on the groups at hand."""
+    """True: the run fails when the tries are used up. False: the run trains on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:

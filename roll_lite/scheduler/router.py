@@ -351,18 +351,18 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, all its requests start again, even those already answered,
-    so that its replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, all its requests of the wave start again, even answered
+    ones, so that the replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
         self._all_serve = all_serve
         self._answered: dict[str, tuple[str, asyncio.Future[bool]]] = {}
-        """Request id -> (engine, future that `starts_again` awaits)."""
+        """{request id: (engine, future that `starts_again` awaits)}."""
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""
+        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: the request's engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)

@@ -187,7 +187,8 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""A sample may lose this many attempts with their workers without using up retries, since other episodes may have killed the workers."""
+"""Number of attempts of a sample that may be lost with their workers before such losses count as retries, since other episodes may have
+killed the workers."""
 
 
 class EpisodeFailed(Exception):
@@ -209,8 +210,8 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a sample's seed from its identity and attempt: after a restart, a prompt gets the same samples, a
-    retry another one."""
+    """Return a function that derives a seed from a sample's identity and attempt. After a restart of the run, a prompt therefore gets the
+    same samples; a retry gets another sample."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)

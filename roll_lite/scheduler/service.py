@@ -98,7 +98,8 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves, but at least 1 / (1 + number of domains) of all."""
+        """Return how many held-out samples may run: the capacity that training leaves free, but at least 1 / (1 + number of domains) of the
+        whole capacity."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))

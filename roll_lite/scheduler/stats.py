@@ -85,7 +85,7 @@ class RunTotals:
         ("delivered", "delivered", "realised_share"),
         ("delivered_tokens", "batch_tokens", "token_share"),
     )
-    """Rows of (name in checkpoints, field summed over the run, field that receives the domain's share)."""
+    """Rows of (name in checkpoints, DomainStats field to sum over the run, field for the domain's share of that sum)."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)

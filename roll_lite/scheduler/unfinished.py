@@ -33,7 +33,7 @@ class SavedTurn:
     given: int
     turn: Turn
     branches: bool
-    """True if its row starts at an earlier response."""
+    """True if the response starts a new training row: another response already follows the response `after`."""
     given_ids: bytes = b""
 
 
@@ -71,7 +71,7 @@ class SavedSample:
 
 
 SavedGroups = Mapping[int, Mapping[int, SavedSample]]
-"""Group number -> index in the group -> saved sample."""
+"""{group number: {index in the group: saved sample}}."""
 NONE_SAVED: SavedGroups = {}
 
 

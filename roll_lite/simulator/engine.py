@@ -122,7 +122,7 @@ class SimulatedEngine:
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Shared prompt -> number of running requests. Only the first request prefills the prompt."""
+        """Number of running requests by the prompt that they share. Only the first request of a prompt prefills it."""
         self._decoded_per_request = 0.0
         """Tokens that a request would have decoded if it had run since the engine last had no running request."""
         self._cached = 0.0

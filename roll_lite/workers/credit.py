@@ -1,5 +1,5 @@
-"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks exchange numbers, even ranks without
-rows."""
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks, even those without rows, all-gather
+rewards and group numbers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Turns(NamedTuple):
     """Index in the mask of each response's first token; `ends`: index after its last token."""
     ends: list[int]
     states: torch.Tensor
-    """[turns] float64: hash of the tokens before the response, since the previous response or the start."""
+    """[turns] float64: hash of the tokens between the previous response (or the start) and this response."""
     rewards: torch.Tensor
     """[turns] float64: reward of each turn, without KL."""
 

@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Table of all samples of the global batch, also those that do not train. Tensors are [N], except `local`."""
+    """Table of all samples of the global batch, including samples that do not train. Tensors are [N], except `local`."""
 
     rewards: torch.Tensor
     """float64: reward after shaping, minus coef * KL of the sample."""

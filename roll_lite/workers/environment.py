@@ -73,7 +73,7 @@ class _Lost(NamedTuple):
 class _Running:
     events: asyncio.Queue[Event | _Lost | BaseException]
     since: float | None
-    """Time at which the environment began to work; None while the policy responds."""
+    """Time at which the environment began to work on a response; None while the policy responds."""
     asks: set[asyncio.Task[None]] = field(default_factory=set)
 
 

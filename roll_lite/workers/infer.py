@@ -192,8 +192,8 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet for one engine number. The Fleet watches it; a replacement of a lost engine is put into
-    `engine`."""
+    """Member of the rollout service's Fleet for one engine number. `engine` is the engine with this number that the Fleet watches; after a
+    loss, it is replaced."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name

@@ -249,7 +249,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def optional_loss_inputs(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Return those of GIVEN_TO_LOSSES that the user's function has as parameters."""
+    """Return the inputs in GIVEN_TO_LOSSES that the user's function has as parameters."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]

@@ -70,7 +70,7 @@ class RewardModelWorker(Worker):
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
         """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call this; only its head rank
-        returns results, others None."""
+        returns results, other ranks None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])

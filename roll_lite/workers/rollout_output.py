@@ -1,4 +1,5 @@
-"""Output of the rollout service: rows and token references for the driver, JSON lines for people, dumps for replays."""
+"""Output of the rollout service: for the driver, a table with one row per branch of each sample, and references to the rows' tokens in
+Ray's object store; for people, JSON lines; for replays, dumps."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def from_file(content: bytes, columns: Sequence[str], store: Callable[[DataProto
 
 
 def _with_turns(sample: SavedSample, records: list[TokenRecord], columns: Sequence[str], store: Callable[[DataProto], Any]) -> SavedSample:
-    """Restore the tokens of an unfinished episode's responses, each behind all tokens before it. `records`: tokens of each response and of
-    what it answers."""
+    """Store the tokens of an unfinished episode's turns, one row per turn: all earlier tokens of its conversation, then its own. Return the
+    sample with references to these rows. `records`: each turn's own tokens (new input, then response)."""
     whole: dict[int, TokenRecord] = {}
     for saved, own in zip(sample.turns, records, strict=True):
         before = [] if saved.after is None else [whole[saved.after].masked() if saved.branches else whole[saved.after]]

@@ -25,11 +25,10 @@ def check_function(
     given: Collection[str] = (),
     inputs: Sequence[str] = ("its input",),
 ) -> Iterator[Problem]:
-    """Check that `name`, the value of setting `path`.`key`, is a function that accepts the run's call.
+    """Check that `name`, the value of setting `path`.`key`, is the dotted path of a function that accepts the arguments the run will pass.
 
-    `arguments`: keyword arguments from YAML (None: skip the check of the call). `given`: keyword arguments that the run adds. `inputs`:
-    positional arguments, in words for messages. `or_class`: accept any class.
-    """
+    `inputs`: positional arguments, in words for messages. `arguments`: keyword arguments from the YAML; None: do not check arguments.
+    `given`: names of keyword arguments that the run adds. `or_class`: a class is allowed too; its arguments are not checked."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -47,7 +46,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Names of a function's parameters after the first that can be passed by name."""
+    """Return the names of a function's parameters that can be passed by keyword, except the first parameter."""
     try:
         found = _definition(name)
     except ValueError:  # reported by check_function
@@ -61,8 +60,8 @@ def _by_name(parameters: ast.arguments, inputs: int = 1) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """Return the syntax tree of what a dotted path names, following assignments and imports. None if only running the code could tell.
-    ValueError if it is missing or unreadable."""
+    """Return the syntax tree of the object that a dotted path names; assignments and imports are followed. None if the object can be known
+    only by running the code. Raise ValueError if the object does not exist or the file is unreadable."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")

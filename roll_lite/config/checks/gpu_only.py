@@ -85,11 +85,12 @@ def needs_gpus(config: RunConfig) -> Mistakes:
 
 
 SMALL_RUN = 8
-"""Number of processes up to which a float32 run without GPUs gets no note."""
+"""Number of processes (or the number of CPU cores, if larger) up to which a float32 run without GPUs gets no warning of its size."""
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Return a note if the run seems too large for CPUs: it uses bfloat16, or more processes than SMALL_RUN and the CPU cores."""
+    """Return a note if the run seems too large for CPUs: it uses bfloat16, or it has more than SMALL_RUN processes and more processes than
+    CPU cores."""
     if layout.gpus_visible() or layout.runs_on_cluster(config):
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

@@ -219,9 +219,8 @@ def unreadable_weights(config: RunConfig) -> str | None:
 
 
 def _experts_over_an_update(config: RunConfig) -> Mistakes:
-    """Refuse routing replay if SGLang pauses requests at weight updates: SGLang then recomputes their tokens, and reports the experts that
-    the new weights choose.
-    """
+    """Refuse routing replay if SGLang's requests continue after a weight update (`rollout.on_sync: pause`): SGLang then recomputes their
+    earlier tokens, and reports the experts that the new weights choose."""
     rollout = config.rollout
     pauses = rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async")
     if replays_engines(config) and pauses and isinstance(config.actor_infer.strategy, SglangStrategyConfig):
@@ -283,7 +282,7 @@ def gpu_count() -> int:
 
 
 def known_shape(folder: Path) -> ModelShape | None:
-    """Return a model's sizes; None if unreadable, which checks/files.py reports."""
+    """Return a model's sizes. None if they cannot be read; checks/files.py reports that."""
     try:
         return read_model_shape(folder)
     except ValueError:

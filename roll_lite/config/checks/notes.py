@@ -69,7 +69,7 @@ HOST_STAGING_BYTES = 8
 
 
 def host_bytes(config: RunConfig) -> dict[str, int]:
-    """Return role -> bytes of host memory, over all nodes, for tensors that are kept in or offloaded to host memory."""
+    """Return {role: bytes of host memory}, over all nodes, for tensors that are kept in host memory or offloaded to it."""
     found: dict[str, int] = {}
     for name, role in roles(config).items():
         if not isinstance(role, ForwardRoleConfig | InferRoleConfig):

@@ -18,8 +18,8 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
-    """Check the name of a reward model or judge, and that a reward uses it. A misspelt reward name counts as use: another check reports
-    it."""
+    """Check the name of a reward model or judge, and that a reward uses the model. If a reward type seems misspelt, the model counts as
+    used: another check reports the misspelling."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():

@@ -35,7 +35,7 @@ class Composed:
     """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
     origins: dict[Path, str]
     secrets: dict[Path, tuple[str, Any]]
-    """Path -> (text in the file, value), for values that contain environment variables."""
+    """{key path: (text in the file, value)} of values that contain environment variables."""
     replaced_files: list[str]
 
 

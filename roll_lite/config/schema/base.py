@@ -66,11 +66,11 @@ DataPath = Annotated[Path, AfterValidator(lambda path: located(path, "dataset") 
 
 
 class Refused(Exception):
-    """Raised when a field with an invalid value is read."""
+    """Error: code has read a field whose value is invalid."""
 
 
 def readable(found: Iterable[T]) -> list[T]:
-    """List items until the iterator ends or raises Refused."""
+    """Return the items that an iterator yields before it ends or raises Refused."""
     mistakes: list[T] = []
     with suppress(Refused):
         mistakes.extend(found)  # keeps the items before the exception

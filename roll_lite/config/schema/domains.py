@@ -50,7 +50,7 @@ class DataConfig(Section):
     """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
     need the preset's columns."""
     validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
-    """Preset that gives the held-out prompts, if not `preset`."""
+    """Preset for the held-out prompts; null: the one in `preset`."""
     train: DataFiles | None = None
     """Training prompts; `mode: evaluate` needs none. A .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
     hf://owner/name/configuration?split=train (docs/data.md); or a list of these, read in order; or a mapping from each to its share of the
@@ -58,9 +58,10 @@ class DataConfig(Section):
     validation: DataFiles | None = None
     """Held-out prompts, in the same forms as `train`. All are used; shares in a mapping have no effect."""
     tag: str | None = None
-    """Column with a tag that assigns rows to domains which share files."""
+    """Column that says which domain a row belongs to, if several domains read the same files. Each domain lists its values of this column
+    in `tags`."""
     tags: list[str] = Field(default_factory=list)
-    """Tags of this domain's rows. A row whose tag no domain lists is an error."""
+    """Values of column `tag` in this domain's rows. A row with a value that no domain lists is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
     """Selection of rows."""
     prompt: str = "prompt"
@@ -266,11 +267,11 @@ def rewards_turns(domain: DomainConfig) -> bool:
 
 
 GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
-"""Measure of a group's scores -> default bounds (above, below): groups train only if above < measure < below. None: no bound."""
+"""{measure of a group's scores: default bounds (above, below)}. A group trains only if above < measure < below. None: no bound."""
 
 
 class GroupFilterConfig(Section):
-    """Dynamic sampling (DAPO): replace groups without a learning signal by others until the batch is full."""
+    """Dynamic sampling (DAPO): replace groups without a learning signal by groups of other prompts until the batch is full."""
 
     name: str = "accuracy"
     """Group measure: accuracy (share of correct samples), mean or std of scores; or dotted path to your function `SampleGroup -> bool`,
@@ -282,7 +283,7 @@ class GroupFilterConfig(Section):
     tries: PositiveInt = 10
     """Maximum prompts tried for a batch, as a multiple of the domain's groups in it."""
     when_short: Literal["fail", "continue"] = "fail"
-    """Action if `tries` run out before the batch is full. fail: end the run. continue: train the groups that passed."""
+    """Action if `tries` are used up before the batch is full. fail: end the run. continue: train on the groups that passed the filter."""
 
     @rule
     def _known(self) -> Mistakes:

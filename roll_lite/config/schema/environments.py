@@ -60,7 +60,7 @@ class SearchToolConfig(Section):
 
     name: Literal["search"]
     corpus: UserPath
-    """File of documents: JSON lines (`id` and `title` are shown too), or text with one document per line."""
+    """File of documents: JSON lines (besides the text, `id` and `title` are shown), or text with one document per line."""
     text: str = "text"
     """JSON field with a document's text."""
     results: PositiveInt = 5

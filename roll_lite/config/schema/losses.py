@@ -91,7 +91,7 @@ class GigpoAdvantageConfig(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Discount factor of later turns' rewards."""
     step_weight: NonNegativeFloat = 1.0
-    """Weight of the turns' advantages."""
+    """Weight of the turn-level advantages; the episode-level ones have weight 1."""
     normalize_std: bool = True
     """Divide both advantages by their group's standard deviation."""
 

@@ -76,8 +76,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In models with experts, the last three
-    are those of all experts."""
+    """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In models with experts, gate_proj,
+    up_proj and down_proj are those of all experts."""
     path: UserPath | None = None
     """Folder of initial adapters in PEFT's format, with this rank, alpha and targets."""
     export: Literal["merged", "adapter"] = "merged"
@@ -336,15 +336,16 @@ class ReferenceRoleConfig(ForwardRoleConfig):
 
 class CriticRoleConfig(TrainRoleConfig):
     init: Literal["actor", "reward_model", "path"] = "actor"
-    """Initial weights. actor: the actor's, with a new value head. reward_model, path: the model at `path`."""
+    """Initial weights. actor: the actor's, with a new value head. reward_model or path: those of the model at `path`, with its value
+    head."""
     path: ModelFolder | None = None
     """Reward model, or value model exported by roll_lite: folder or name on the hub."""
 
 
 class InferRoleConfig(Section):
     devices: Devices = 1
-    """Number of devices, or a list of them. Each replica takes strategy.tensor_parallel devices; if that exceeds
-    placement.devices_per_node, equally many on each of several nodes."""
+    """Number of devices, or a list of them. Each replica takes strategy.tensor_parallel devices; if these are more than
+    placement.devices_per_node, the replica takes equally many on each of several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)

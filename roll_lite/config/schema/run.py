@@ -74,7 +74,7 @@ class ValidationConfig(Section):
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
     """Sampling of held-out prompts; domains override it."""
     enabled: bool = True
-    """false: no validation, as `validation: null`."""
+    """false: no validation, like `validation: null`."""
 
 
 def _url(text: str) -> str:
@@ -89,7 +89,7 @@ Url = Annotated[str, AfterValidator(_url)]
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; the last step gets one too. 0: no checkpoints."""
+    """Steps between checkpoints; the last step always gets a checkpoint. 0: no checkpoints."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Annotated[int, Field(ge=0)] = 0

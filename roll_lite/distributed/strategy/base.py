@@ -144,17 +144,16 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Divide this rank's rows, of `lengths` tokens, into micro-batches. `together`: all data-parallel ranks take part and get equally
-        many micro-batches."""
+        """Divide this rank's rows, of `lengths` tokens, into micro-batches. `together`: all data-parallel ranks make this call and get
+        equally many micro-batches."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """Run a forward pass without gradients.
 
-        Head ranks return the columns `outputs`, others None: log_probs, entropy, distribution (language model); values, final_value (value
-        model); experts (chosen ids). Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional:
-        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are expert choices to replay.
-        """
+        Head ranks return the columns `outputs`, other ranks None: log_probs, entropy, distribution (language model); values, final_value
+        (value model); experts (chosen ids). Batch columns, also in train_step: `temperature` (of language models) divides logits. Optional:
+        `kept_ids` restricts the softmax; `old_experts` or `rollout_experts` are expert choices to replay."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> Mapping[str, int]:
@@ -170,7 +169,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """Part of a checkpoint save on one rank; subclasses write in the background."""
+    """One rank's share of a checkpoint save. In this base class, the files are already written; subclasses write them in the background."""
 
     folder: Path
     files: Sequence[Path] = ()
@@ -180,7 +179,7 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until this rank's files are on disk (collective). Return path -> record (size and checksum). RuntimeError if writing
+        """Wait until this rank's files are on disk (collective). Return {path: record (size and checksum)}. Raise RuntimeError if writing
         failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
@@ -207,8 +206,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket of tensors (collective). Return them on the sending rank, None elsewhere. They may share the model's memory:
-        valid only until training continues."""
+        """Gather one bucket of tensors (collective). Return the tensors on the sending rank, None elsewhere. The tensors may share the
+        model's memory: they are valid only until training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
@@ -371,7 +370,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Return Hugging Face tensor name -> checksum of the engine's weights. `names`: None for all."""
+        """Return {Hugging Face tensor name: checksum of the engine's weight}. `names`: tensors to include; None: all."""
 
     async def trace(self, prefix: str | None) -> list[str]:
         """Start torch's profiler in the workers or, with a prefix, write PREFIX-WORKER.json.gz. Return an error text per worker, empty on

@@ -37,7 +37,8 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""Engine name -> function that returns the installed version. It raises NotInstalled, or RuntimeError for an unsupported version."""
+"""{engine name: function that returns the installed version}. The function raises NotInstalled, or RuntimeError for an unsupported
+version."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
     """Return the settings of one of `sharers` engines that share a GPU equally. vLLM's memory setting is a fraction of the GPU's memory,
-    SGLang's of the memory still free; `place`: number of engines that start earlier."""
+    SGLang's a fraction of the memory that is still free. `place`: number of engines that start on the GPU before this one."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -94,7 +95,7 @@ ROLLOUT_ENGINE_SETTINGS = {
     **dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization"),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "speculation"),
 }
-"""Engine argument -> configuration key to use instead; judges may use the argument."""
+"""{engine argument that rollout engines refuse: configuration key to use instead}. Judges may use the argument."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
@@ -115,10 +116,8 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """Yield unusable engine arguments.
-
-    `own`: arguments set by roll_lite. `settings`: argument -> key to use instead. `known`: the engine's arguments; empty: not checked.
-    """
+    """Yield unusable engine arguments. `own`: arguments set by roll_lite. `settings`: {argument: key to use instead}. `known`: the engine's
+    arguments; empty: not checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:

@@ -40,9 +40,9 @@ from roll_lite.files import changed_environment
 @dataclass(frozen=True)
 class Wire:
     connect: Callable[[TransferGroup, str, int, int], Any]
-    """Creates a process group from (transfer group, key prefix in the store, rank, number of ranks)."""
+    """Function that creates a process group, given (transfer group, key prefix in the store, rank, number of ranks)."""
     make: Callable[[int, int], BucketSegment]
-    """Creates a buffer from (size in bytes, number of readers)."""
+    """Function that creates a buffer, given (size in bytes, number of readers)."""
     device: str
     polled: bool = False
     """True if completion must be polled: NCCL returns before the broadcast is done."""

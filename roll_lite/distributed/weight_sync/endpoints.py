@@ -71,10 +71,10 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: a rank on the receiver's GPU; else a rank whose GPU it can read; else the owner.
+    """Return the training rank that sends to a receiver: the rank on the receiver's GPU; else a rank whose GPU memory the receiver can
+    read; else `owner`, the rank that gathers the tensors.
 
-    A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory.
-    """
+    A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory."""
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
     near = [rank for rank in readable if rank is not None]
@@ -205,7 +205,7 @@ class WeightSender:
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
         self._for_all_ranks: set[int] = set()
-        """Buckets that ranks other than their owner send too."""
+        """Buckets that their owner first broadcasts to all training ranks, because other ranks send them to engines."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
@@ -299,7 +299,7 @@ class WeightSender:
         return unflatten(buffer, tensors, layout)
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Return tensor name -> checksum of the weights in the dtype that is sent. Collective over training ranks."""
+        """Return {tensor name: checksum of the weight in the dtype that is sent}. Collective over training ranks."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))

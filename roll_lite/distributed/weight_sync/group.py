@@ -107,11 +107,11 @@ class Pushed:
     seconds: float
     """Seconds until the last engine had the new weights."""
     phases: Mapping[str, float]
-    """Phase -> seconds of the slowest rank or worker; phases overlap."""
+    """{phase: seconds of the slowest rank or worker}; phases overlap in time."""
     by_transport: Mapping[str, float]
-    """Transport -> megabytes sent; a broadcast counts once."""
+    """{transport: megabytes sent}; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """Transport -> seconds of the slowest trainer rank."""
+    """{transport: seconds of the slowest training rank}."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -126,7 +126,8 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle of the sender's buffer, which the receiver opens. In `done`: space-separated handles that the receiver still uses."""
+    """Handle with which the receiver opens the sender's buffer. In a receiver's `done` announcement: all handles that the receiver still
+    uses, separated by spaces."""
 
 
 Moment = Literal["here", "done"]
@@ -179,7 +180,7 @@ class TransferGroup:
 
     @cached_property
     def trainer_on(self) -> dict[tuple[str, str], int]:
-        """(machine, device) -> member number of the training rank on this GPU."""
+        """{(machine, device): member number of the training rank on this GPU}."""
         homes = enumerate(self.homes[: self.membership.trainers])
         return {(home.machine, home.device): number for number, home in homes if home.device}
 
@@ -214,7 +215,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Number the channel's next bucket. Call once per bucket on each member of the route."""
+        """Return the number of the channel's next bucket. Call once per bucket on each member of the route."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -291,8 +292,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: key -> number of its
-        writer."""
+        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: {key: number of the member
+        that writes it}."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:

@@ -119,9 +119,8 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that no reader will release, and that torch would keep allocated: those never opened, and those of a reader not in
-    `homes`.
-    """
+    """Free exports that no reader will release, and that torch would keep allocated: exports never opened, and exports of a reader not in
+    `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)

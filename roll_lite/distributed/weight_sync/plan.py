@@ -56,9 +56,8 @@ class ExportPlan:
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
     """Return the size limit of a bucket with experts.
 
-    An engine holds one such bucket of each owner; together these buckets make `bucket_bytes` or, if larger, one layer's experts.
-    `layer_bytes`: one owner's experts of a layer.
-    """
+    An engine holds one such bucket of each owner; all of them together have `bucket_bytes` or, if larger, the size of one layer's experts.
+    `layer_bytes`: one owner's experts of a layer."""
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
 
@@ -104,7 +103,8 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Minimum size of a send buffer: the size of the largest bucket with several tensors."""
+    """Minimum size of a send buffer, so that buffers fit every bucket with several tensors. A larger single tensor gets a buffer of its own
+    size."""
     trainers: int = 0
     """Number of training ranks. They are the first members."""
 
@@ -152,7 +152,7 @@ def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
     """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`:
-    engine number -> workers. `expert_parallel`: workers that share an engine's experts."""
+    {engine number: number of workers}. `expert_parallel`: number of workers among which an engine's experts are divided."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -181,7 +181,8 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return expert tensor name -> worker that holds the expert. Empty if every worker holds a part of every expert."""
+    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if every worker holds a part of every
+    expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

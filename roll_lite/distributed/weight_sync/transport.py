@@ -22,7 +22,8 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Function that waits until every receiver has loaded a bucket. Returns receiver -> handles of the send buffers that it still uses."""
+"""Function that waits until every receiver has loaded a bucket. It returns {receiver: handles of the send buffers that the receiver still
+uses}."""
 
 
 class SendBuffers:

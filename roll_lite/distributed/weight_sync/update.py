@@ -84,7 +84,7 @@ def _listed(what: str, names: Sequence[str]) -> list[str]:
 _CHUNK = 1 << 22
 _ODD = 0x2545F4914F6CDD1D
 SAMPLED = 16
-"""An update compares the checksums of every 16th tensor."""
+"""Step of `verify: sampled`: an update compares the checksums of every 16th tensor, in turn."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:

@@ -67,7 +67,7 @@ class Session(Protocol):
         ...
 
     def refused(self, why: str) -> None:
-        """Note that a request was answered with an error other than that the episode is over."""
+        """Record that a request was answered with an error, other than the error for an episode that is over."""
         ...
 
 

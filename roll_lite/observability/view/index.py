@@ -117,7 +117,8 @@ class SampleIndex:
         self.changes += 1
 
     def _stamp(self, name: str) -> str:
-        """Return a text that changes whenever the sample file or its credit file changes."""
+        """Return sizes and modification times of file `name` in samples/ and in credit/ (advantages of the same samples), as a text to
+        compare."""
         states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 

@@ -40,7 +40,7 @@ BLOCK = re.compile(
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Language], local: bool) -> dict[str, Language | None]:
-    """Return name -> language; None for python. ValueError for an unknown name or, with `local`, a missing interpreter."""
+    """Return {name: language}; python has None. Raise ValueError for an unknown name or, with `local`, a missing interpreter."""
     found: dict[str, Language | None] = {}
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())

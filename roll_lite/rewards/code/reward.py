@@ -68,7 +68,7 @@ class CodeReward(RewardType):
     score: Literal["all", "fraction"] = "all"
     """all: 1 if all tests pass. fraction: the share that passes."""
     fail_fast: bool | None = None
-    """Stop at the first failed test; default: true if `score` is all."""
+    """Stop at the first failed test; null: only with `score: all`."""
     compare: Compare = "auto"
     """Comparison of output. exact: by character. lines: by line. numeric: numbers with a tolerance. auto: by line, decimals as numbers."""
     tolerance: NonNegativeFloat = 1e-6

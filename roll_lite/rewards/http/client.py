@@ -27,7 +27,8 @@ ABOUT_THE_CONTENT = (400, 403, 413, 422, 500)
 
 
 def _is_set(variable: str) -> str:
-    """Return the name of a variable that is set, else ValueError. Messages omit the name: a user may have entered the key itself."""
+    """Return `variable` if an environment variable of this name is set, else raise ValueError. Messages omit the name: a user may have
+    entered the key itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable):
         raise ValueError("is no name of an environment variable; the key itself must not stand here")
     if not os.environ.get(variable, "").strip():
@@ -101,10 +102,8 @@ class _Url:
         return self.failures == 0 or (self.requests == 0 and monotonic() >= self.rests_until)
 
     def rank(self) -> tuple[float, ...]:
-        """Sort key: available URLs first, then those with the fewest requests.
-
-        Ties are random, so that workers do not all begin with the same URL.
-        """
+        """Sort key: available URLs first, then URLs with the fewest requests. Ties are broken at random, so that workers do not all begin
+        with the same URL."""
         return (0.0 if self.is_available() else self.rests_until, self.requests, random.random())
 
 

@@ -1,4 +1,4 @@
-"""Compare answers: numbers by exact arithmetic, constants at high precision, others by math-verify."""
+"""Compare answers: numbers by exact arithmetic, constants at high precision, other formulas by math-verify."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _is_solved(relation: Any) -> bool:
 
 
 def _work(expression: Any) -> tuple[int, int, int, int]:
-    """Count what is left to compute: (additions, those in denominators, products, powers of powers such as (x^2)^5)."""
+    """Count what is left to compute: (additions, additions in denominators, products, powers of powers such as (x^2)^5)."""
     import sympy
 
     parts = [_work(part) for part in (expression.flat() if isinstance(expression, sympy.MatrixBase) else expression.args)]

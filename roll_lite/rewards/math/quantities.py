@@ -94,7 +94,8 @@ def tidy(text: str) -> str:
 
 
 def unwrapped(text: str, brackets: bool = False) -> str:
-    """Strip enclosing delimiters and final punctuation; write thousands separators as commas."""
+    """Strip math and Markdown delimiters and final punctuation; turn LaTeX thousands separators into commas. `brackets`: also strip ( ) and
+    { }."""
     text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:

@@ -37,9 +37,9 @@ class ChoiceReward(RewardType):
     line that is only a letter or an option's text; the only "(C)"; the option's text that ends the response. Denied options ("not B", "if
     the answer were B", 不选B) do not count, nor do the words A and I. Only the last 10,000 characters are read."""
     options: str = "options"
-    """Column with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC and
-    CommonsenseQA. Without it, or if texts differ only in case, only letters count. If labels are not letters (1 to 4 in some rows of ARC),
-    the options are A, B, C and so on; prompts should use these."""
+    """Column with the options' texts: a list in the order of the letters, a dict by letter, or `{"text": [...], "label": [...]}` as in ARC
+    and CommonsenseQA. Without this column, and for options whose texts differ only in case, only letters count as a choice. If the labels
+    are not letters (1 to 4 in some rows of ARC), the options are lettered A, B, C and so on, and the prompt should show these letters."""
     letters: Annotated[int, Field(ge=1, le=26)] = 26
     """Number of options if no column lists them."""
 

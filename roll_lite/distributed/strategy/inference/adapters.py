@@ -22,7 +22,7 @@ class IncomingAdapters:
     """Buffer for the adapters of a weight update. `put_in_place` installs them."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: PEFT name -> shape. `put(rank, tensors)` installs adapters; first called with zeros."""
+        """`shapes`: {PEFT name: shape}. `put(rank, tensors)` installs adapters in the engine; it is first called with zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put

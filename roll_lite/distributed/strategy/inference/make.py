@@ -43,7 +43,7 @@ class EngineMake(EnginePart, Protocol):
         """Finish the start. Processes are already monitored, so that a crash is noticed."""
 
     async def answered(self) -> object:
-        """Return when the engine's step loop answers. The loop answers between steps, even while paused."""
+        """Wait until the engine's step loop answers. The loop answers between steps, even while paused."""
         ...
 
     # ------------------------------------------------------------ requests

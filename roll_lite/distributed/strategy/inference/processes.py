@@ -15,7 +15,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable: pid of the hosting process. When it ends, the engine's processes end too."""
+"""Environment variable with the pid of the hosting process. When that process ends, the engine's processes end."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -47,7 +47,7 @@ class EngineProcesses:
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which requests an exit; then kill what remains."""
+        """Call `ask`, which requests an exit; then kill the processes that still run."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self._kill()
         await asyncio.to_thread(psutil.wait_procs, self.all, _PATIENCE_S)

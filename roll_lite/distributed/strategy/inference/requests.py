@@ -35,7 +35,7 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that returns each request's progress; None before the request begins. The second argument asks for new tokens too."""
+"""Function that returns each request's progress; None before the request begins. Its second argument: whether to return new tokens."""
 
 
 class ProgressReports:

@@ -14,7 +14,7 @@ FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for fp8 (Ada). On older GPUs, vLLM refuses fp8, and SGLang's packed weights cannot be updated."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Fused layer -> projections, for model classes without `packed_modules_mapping`."""
+"""{fused layer: its projections}, for model classes without `packed_modules_mapping`."""
 
 Range = tuple[str, str]
 """(first supported version, first unsupported later version)."""

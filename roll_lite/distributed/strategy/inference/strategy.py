@@ -49,7 +49,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Name -> shape of the tensors that weight updates send: all tensors of the checkpoint, or only adapters."""
+        """{tensor name: shape} of the tensors that weight updates send: all tensors of the checkpoint, or only adapters."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -289,7 +289,7 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """Suspend the check for a stuck engine during a call in which it takes no steps."""
+        """Suspend the check for a stuck engine during a call in which the engine takes no steps."""
         with self._steps.suspended():
             return await self._answer(call)
 
@@ -322,7 +322,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call. Raise an error if the engine's state forbids the event."""
+        """Hold the lock during a call. Raise an error if the engine's state forbids the call (`event`)."""
         self._require(event)
         async with self._order:
             self._require(event)

@@ -60,7 +60,7 @@ class _Source:
 
 
 _Described = tuple[str, tuple[int, ...], torch.dtype, int]
-"""(name, full shape, dtype, owner); the owner is the rank that gathers the tensor."""
+"""(name, full shape, dtype, owner) of a tensor. The owner is the rank that gathers the tensor."""
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
@@ -86,11 +86,12 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Return the buckets of all owners in turn, so that an owner gathers its bucket while engines load the previous owner's.
+    """Return the buckets in the order of sending: one of each owner in turn, so that an owner gathers its bucket while engines load the
+    previous owner's.
 
-    With several `expert_owners`, an engine keeps a layer's experts until all owners have sent theirs. Therefore one bucket of each owner
-    together makes `bucket_bytes` (or one layer's experts, if larger), and buckets end with a layer.
-    """
+    With several `expert_owners`, an engine holds a layer's experts in memory until all owners have sent theirs. To limit this memory, one
+    bucket of each owner together has at most `bucket_bytes` (or one layer's experts, if these are larger), and a bucket with experts ends
+    with a layer."""
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
     limit = whole_layers = bucket_bytes

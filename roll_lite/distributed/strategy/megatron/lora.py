@@ -58,7 +58,8 @@ class Adapter(torch.nn.Module):
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: output size of each of the layer's projections. `projections`: index in `rows` -> (name, matrices) of adapted ones."""
+        """`rows`: output size of each of the layer's projections. `projections`: {index in `rows`: (name, matrices)} of the projections
+        with adapters."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -121,9 +122,9 @@ class Adapters:
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
         self.merging: dict[str, CutChange] = {}
-        """Weight name -> function that merges its adapter."""
+        """{weight name: function that adds the weight's adapter to a shard of the weight}."""
         self.scaling: dict[str, CutChange] = {}
-        """Name of a B matrix -> function that scales it."""
+        """{name of a B matrix: function that multiplies the matrix by alpha / rank}."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:

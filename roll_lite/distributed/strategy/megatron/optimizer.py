@@ -83,7 +83,8 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Move moments to the host if configured, choose the kernel, and give every parameter its own step counter."""
+        """Finish optimizer states that were created or loaded: move Adam's moments to the host if configured, use torch's fused AdamW where
+        available, and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()
         is_fused = not self.on_host and current_device().type in FUSED_ON

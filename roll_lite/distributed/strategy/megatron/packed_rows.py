@@ -21,16 +21,15 @@ class PackedRows:
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
-    """[pieces + 1] int32: first token of each piece, then the number of tokens."""
+    """[pieces + 1] int32: index of each piece's first token, then the number of all tokens."""
     longest: int
     row_of: torch.Tensor
     """[tokens] int64: row number; padding is an extra last row."""
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: for each piece in turn, the tokens that it attends to, as indices into the gathered tokens of all context-parallel
-    ranks. None without context parallelism.
-    """
+    """[total] int64: the tokens that each piece (see `runs`) attends to, piece after piece, as indices into the tokens gathered from all
+    context-parallel ranks. None without context parallelism."""
     key_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece's tokens in `key_index`, then the length of `key_index`."""
     routes: Routes | None = None
@@ -109,7 +108,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a mask [N] of the positions on this rank, and their local indices."""
+        """Return (mask [N], True for positions on this rank; local indices of these positions)."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part

@@ -26,7 +26,7 @@ class Routes:
     given: torch.Tensor | None = None
     """Expert ids to replay [tokens, expert layers, experts per token] int16; the router chooses where -1."""
     taken: dict[int, torch.Tensor] | None = None
-    """Recorded routes: expert layer -> ids [tokens, experts per token] int16. None: do not record."""
+    """Recorded routes, {expert layer: ids [tokens, experts per token] int16}. None: do not record."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))

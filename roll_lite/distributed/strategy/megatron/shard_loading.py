@@ -58,10 +58,8 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate optimizer state for this rank's entries of a weight.
-
-        Return state name -> flat tensors to join. `wanted` gets stored name -> tensors to read.
-        """
+        """Allocate optimizer state for this rank's entries of a weight. Return {state name: flat tensors to join}. Add the tensors to read
+        to `wanted`, by their names in the checkpoint."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:

@@ -305,7 +305,8 @@ class MegatronStrategy(TrainStrategy):
         restore_random_state(copy[2])
 
     def _trained_state(self) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return byte views of all tensors, and dicts with learning rates and step counts. The configuration fixes their order."""
+        """Return byte views of all tensors, and dicts with learning rates and step counts, in an order that depends only on the
+        configuration."""
         tensors = [one for chunk in self._chunks for one in chunk.parameters() if one.requires_grad or self._optimizer is None]
         counters = []
         if self._optimizer is not None:

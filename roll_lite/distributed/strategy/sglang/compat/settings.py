@@ -69,7 +69,7 @@ SETTINGS = {
     "disable_cuda_graph": "enforce_eager",
     "ep_size": "expert_parallel",
 }
-"""Engine argument -> strategy key to use instead."""
+"""{refused engine argument: key of the section `strategy` to use instead}."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
 """Places of SGLang's engine arguments: (file pattern, class name or None for all)."""
 
@@ -192,7 +192,8 @@ def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
 
 
 def keep_files_in(folder: Path) -> None:
-    """Make SGLang keep files and its error log in this folder. Call first in every engine process."""
+    """Make SGLang put its load snapshot (by default in /dev/shm) and a copy of its error log in this folder. Call first in every engine
+    process."""
     from sglang.srt.managers import load_snapshot
 
     # SGLang's default is /dev/shm, where a failed start leaves this file.

@@ -62,7 +62,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """Make later weight updates carry LoRA adapters. `shapes`: PEFT name -> shape."""
+        """Make later weight updates carry LoRA adapters instead of all weights. `shapes`: {PEFT name: shape}."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
