@@ -162,7 +162,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Weak references, because Ray ends the actors of a dropped cluster only when no handle to them is left."""
+        """Groups to watch. The references are weak, since Ray ends the actors of a discarded group only when no handle to them is left."""
         self.overlooked: Sequence[str] = ()
         """Names of groups whose deaths and silence an `overlooking` block ignores."""
         self.errands: dict[str, Callable[[], None]] = {}

@@ -61,7 +61,7 @@ class PythonTool:
 
 
 class Interpreter:
-    """Interpreter of one episode at a time. It starts at the first call, and again if it has ended."""
+    """Sandboxed Python process, used by one episode after another. It starts at an episode's first call, and again if it has died."""
 
     def __init__(self, settings: PythonToolConfig) -> None:
         self.sandbox = Sandbox(python_path=list(map(str, settings.python_path)))

@@ -49,7 +49,7 @@ class RewardType(Section):
 
     within_a_run: ClassVar[bool] = False
     reads_answer_first: ClassVar[bool] = False
-    """True if the reward reads the reference answer before the response. Scoring an empty response then checks the reference cheaply."""
+    """True if the reward parses the reference answer before the response: scoring an empty response then checks the reference."""
     answers_are_responses: ClassVar[bool] = True
     """False if a reference answer cannot be scored as a response, such as a program's tests."""
     unshown: ClassVar[tuple[str, ...]] = ()

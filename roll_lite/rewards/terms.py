@@ -69,7 +69,8 @@ class LengthReward(RewardType):
     """Rewards the length of the response; used as a term of another reward.
 
     With `target`, the value is 1 at that length and falls linearly to 0 at a distance of `width` on either side. With `limit`, it is 1 up
-    to that length and falls to 0 at `limit` + `width`. With neither, it is length / `width`, at most 1. Words are separated by white space.
+    to that length and falls to 0 at `limit` + `width`. With neither, it is length / `width`, at most 1. Lengths are in characters or,
+    with `unit: words`, in words separated by white space.
 
     ```yaml
     reward:

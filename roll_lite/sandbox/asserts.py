@@ -47,7 +47,8 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of a Solution object. For a function or class, abort the test; it then runs again in the program's process."""
+        """Return a proxy of the method if this is an object of LeetCode's class Solution. An attribute of a function or class aborts the
+        test, which runs again in the program's process. AttributeError for other objects."""
         if self._has_methods:
             return Remote(self._tests, [self._at, name])
         if isinstance(self._at, str):

@@ -275,7 +275,7 @@ def _own_namespaces(isolation: Isolation, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Count a user's threads, as RLIMIT_NPROC does outside a user namespace."""
+    """Count a user's threads on this machine: RLIMIT_NPROC counts them all, outside a user namespace."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():

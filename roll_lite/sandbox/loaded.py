@@ -1,4 +1,5 @@
-"""Snapshot of the modules loaded before a program, to undo its changes and recognize its classes."""
+"""Record of the modules and classes before an untrusted program runs, to undo its changes to them and tell its classes from trusted
+ones."""
 
 from __future__ import annotations
 

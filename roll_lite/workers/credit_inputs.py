@@ -34,7 +34,8 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """Rows of this rank, padded; there may be none. In [B, T-1] tensors, values where the mask is 0 are arbitrary."""
+    """Argument of a user's advantage estimator: the rank's padded rows (B may be 0). In [B, T-1] tensors, values where the mask is 0 are
+    arbitrary."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""

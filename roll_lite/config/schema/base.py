@@ -106,7 +106,8 @@ class Section(BaseModel):
             return super().__getattr__(name)
 
     def mistakes(self) -> list[tuple[str, str]]:
-        """Return (field, message) of each mistake found by the section's rules. A rule that reads an invalid field stops there."""
+        """Return (field, message) of each mistake found by the section's rules. A rule that reads an invalid field ends there; its
+        earlier mistakes count."""
         return [found for one in _rules(type(self)) for found in readable(one(self))]
 
     @property

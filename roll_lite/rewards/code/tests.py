@@ -122,7 +122,7 @@ def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
-    """Append missing calls that run the tests, such as `check(f)`. Return a copy of the source for each call."""
+    """Append missing calls that run the tests, such as `check(f)`. Return one copy of the source per call: each is a test."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:

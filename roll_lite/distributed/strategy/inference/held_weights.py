@@ -91,8 +91,8 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, unsharded tensor). If this worker holds all `count` experts, each is sharded over the workers; otherwise worker w holds
-    the w-th group of consecutive whole experts."""
+    """Join the workers' parts of an expert layer and yield (name, full matrix). If this worker has all `count` experts, it has a slice of
+    each; otherwise worker w has the w-th block of consecutive, whole experts."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):

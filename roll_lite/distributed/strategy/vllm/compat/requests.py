@@ -26,7 +26,7 @@ STOP_IDS = 120
 
 
 def adapters_request() -> LoRARequest:
-    """Build the LoRA request. vLLM reads the path only if no adapter is loaded."""
+    """Build the request that selects the trained adapter. Its path is a placeholder: vLLM reads a path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
