@@ -68,7 +68,7 @@ class Conversation:
     row, and each other request starts a new row, so that every response is trained in exactly one row.
     """
 
-    __slots__ = ("_ask", "_end", "_kept", "_replayed", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(
         self,
@@ -93,7 +93,6 @@ class Conversation:
         self._turns: dict[int, tuple[_Row, Turn]] = {}
         self._saved = {one.number: one for one in saved}
         self._kept: dict[int, SavedTurn] = {}
-        self._replayed: set[int] = set()
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -130,9 +129,7 @@ class Conversation:
         saved = self._saved.pop(number, None)
         if saved is None:
             return None
-        known = after is None or after in self._replayed
-        if known and (saved.after, saved.branches, saved.given_ids) == (after, branches, given):
-            self._replayed.add(number)
+        if (saved.after, saved.branches, saved.given_ids) == (after, branches, given):
             return saved.turn
         self._saved.clear()
         return None

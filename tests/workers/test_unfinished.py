@@ -86,19 +86,25 @@ def stopped_after(seconds: float, **how: Any) -> tuple[dict[str, Any], SavedGrou
     return run_virtual(main())
 
 
+def requests_to(engine: ScriptedEngine) -> list[GenerationRequest]:
+    """All requests that the engine gets from here on."""
+    asked: list[GenerationRequest] = []
+    generate = engine.generate
+
+    def noted(request: GenerationRequest, *further: Any) -> Any:
+        asked.append(request)
+        return generate(request, *further)
+
+    cast(Any, engine).generate = noted
+    return asked
+
+
 def resumed(state: dict[str, Any], saved: SavedGroups, **how: Any) -> Resumed:
     """Next batch of a resumed service, the requests that its engine got, and the number of samples scored."""
 
     async def main() -> Resumed:
         service, engine, rewards = make(**how)
-        asked: list[GenerationRequest] = []
-        generate = engine.generate
-
-        def noted(request: GenerationRequest, *further: Any) -> Any:
-            asked.append(request)
-            return generate(request, *further)
-
-        cast(Any, engine).generate = noted
+        asked = requests_to(engine)
         service.load_state_dict(state, saved)
         return await service.next_batch(2), asked, sum(rewards.asked.values())
 
@@ -235,14 +241,7 @@ def stopped_episodes(episode: Episode, seconds: float) -> tuple[dict[str, Any], 
 def resumed_episodes(state: dict[str, Any], saved: SavedGroups, episode: Episode) -> tuple[RolloutResult, list[GenerationRequest]]:
     async def main() -> tuple[RolloutResult, list[GenerationRequest]]:
         service, engine = talking(episode)
-        asked: list[GenerationRequest] = []
-        generate = engine.generate
-
-        def noted(request: GenerationRequest, *further: Any) -> Any:
-            asked.append(request)
-            return generate(request, *further)
-
-        cast(Any, engine).generate = noted
+        asked = requests_to(engine)
         service.load_state_dict(state, saved)
         again = saved_by(service, state)
         assert {number: set(group) for number, group in again.items()} == {number: set(group) for number, group in saved.items()}
