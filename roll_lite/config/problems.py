@@ -125,7 +125,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """Return a hint that lists the valid names similar to `wrong` or, if there are none, all valid names."""
+    """Return a hint: the valid names that resemble `wrong`, or all valid names if no name does."""
     names = sorted(valid)
     if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"

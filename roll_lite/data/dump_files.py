@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return {step: dump file}. `path`: a folder of dumps, or of a run. If the run was resumed from another, that run's dumps of earlier
-    steps are included, and so on. Raise ValueError if there are none."""
+    """Return {step: dump file}. `path`: a folder of dumps, or of a run. For a resumed run, dumps of earlier steps come from the runs before
+    it. Raise ValueError without any dump."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"

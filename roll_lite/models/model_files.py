@@ -236,7 +236,7 @@ def _vocabulary(folder: Path) -> tuple[Any, list[tuple[int, str]]] | None:
 
 
 def tokenizer_checksum(folder: Path) -> str:
-    """Hash the vocabulary of tokenizer.json, whatever its formatting; without this file, all tokenizer files."""
+    """Return a checksum of the vocabulary in tokenizer.json, independent of formatting; without this file, of all tokenizer files."""
     digest = hashlib.sha256()
     if (found := _vocabulary(folder)) is not None:
         digest.update(json.dumps(found, sort_keys=True).encode())

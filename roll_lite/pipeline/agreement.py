@@ -44,8 +44,8 @@ LEAST_TOKENS = {"float32": 20, "bfloat16": 1000}
 LEAST_STALE_TOKENS = 200
 """Minimum tokens for a comparison (LEAST_TOKENS) of samples of older weights, in any precision."""
 LASTING_STEPS, SUDDEN = 3, 5.0
-"""For samples of older weights, an error is raised only if an engine exceeds a limit in LASTING_STEPS steps in a row, or once exceeds
-SUDDEN times the limit, because their differences vary much."""
+"""Log-probs of older weights vary much. So for such samples, an engine has to exceed the limit in LASTING_STEPS steps in a row, or SUDDEN
+times the limit once."""
 LEAST_STEPS, LEAST_STALE_STEPS, MOST_STEPS = 1, 2, 50
 """Steps in the median that FACTOR multiplies: the latest MOST_STEPS. With fewer than LEAST_STEPS (LEAST_STALE_STEPS for samples of older
 weights), there is no comparison with the median."""

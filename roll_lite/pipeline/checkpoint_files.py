@@ -66,10 +66,10 @@ def is_finished(checkpoint: Path) -> bool:
 
 
 def resumption(folder: Path) -> Resumption:
-    """Return the checkpoint to resume from: `folder` itself if it is one, otherwise the newest finished checkpoint of the run in `folder`
-    or, if it has none, the checkpoint from which this run resumed.
+    """Return the checkpoint to resume from. If `folder` is a checkpoint, return it. If `folder` is a run, return its newest finished
+    checkpoint or, without any, the checkpoint from which the run itself was resumed.
 
-    Raise ValueError if there is none.
+    Raise ValueError without a checkpoint.
     """
     if NAME.fullmatch(folder.name) or is_file(folder / STATE_FILE):
         if is_finished(folder):

@@ -51,8 +51,8 @@ class _Composer:
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the files that `defaults` lists to `layers`, and the file itself in the place of `_self_` or, without `_self_`, last.
-        `stack`: files that include this file, to detect cycles."""
+        """Append a YAML file and the files in its `defaults` to `layers`, in the order of `defaults`. In that list, `_self_` stands for the
+        file; without `_self_`, the file comes last. `stack`: files that include this file, to detect cycles."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)

@@ -169,7 +169,7 @@ class ForwardStrategy(ABC):
 
 @dataclass
 class CheckpointWrite:
-    """One rank's share of a checkpoint save. In this base class, the files are already written; subclasses write them in the background."""
+    """Files that one rank adds to a checkpoint. They are complete here; a subclass may write them in the background."""
 
     folder: Path
     files: Sequence[Path] = ()

@@ -103,8 +103,7 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Minimum size of a send buffer, so that buffers fit every bucket with several tensors. A larger single tensor gets a buffer of its own
-    size."""
+    """Size of a send buffer: it fits every bucket with several tensors. A tensor that is larger alone gets a larger buffer."""
     trainers: int = 0
     """Number of training ranks. They are the first members."""
 

@@ -40,7 +40,7 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Send the response's action. The policy is told of an invalid action, and responds again."""
+        """Send the action in a response. If it is invalid, reply with the error, so that the policy can try again."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:

@@ -26,7 +26,7 @@ class Closed(ConnectionError):
 
 
 class PickleChannel:
-    """One end of the channel. Several tasks may send, only one may receive."""
+    """Sends and receives pickled messages. Several tasks may send, but only one may receive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
