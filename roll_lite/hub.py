@@ -265,7 +265,7 @@ def _of_model(sizes: Mapping[str, int], weights: bool) -> list[str]:
 
 
 def split_of(name: str) -> str:
-    """Return the names of the data splits in a file name, joined by "+": train, test and so on."""
+    """Return the names of the data splits in a file name, joined by "+"."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 

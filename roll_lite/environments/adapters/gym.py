@@ -53,7 +53,7 @@ class GymEpisode:
         return opening(task, self._shown(observation))
 
     def step(self, message: Message) -> Step:
-        """Take the action in a response. If it is invalid, reply with the error, so that the policy can try again."""
+        """Take the action in a response. Reply to an invalid action with the error."""
         try:
             action = self._read(without_thinking(message["content"]).strip())
         except ValueError as error:

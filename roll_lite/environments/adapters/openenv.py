@@ -40,7 +40,7 @@ class OpenEnvEpisode:
         return opening(task, self._show(result.observation))
 
     async def step(self, message: Message) -> Step:
-        """Send the action in a response. If it is invalid, reply with the error, so that the policy can try again."""
+        """Send the action in a response. Reply to an invalid action with the error."""
         try:
             action = self._write(without_thinking(message["content"]).strip())
         except ValueError as error:
