@@ -46,11 +46,11 @@ test-processes: $(STAMP)
 test-plain: $(STAMP)
 	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(SLOWEST) $(PROCESSES:%=--ignore=%)
 
-test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 30 minutes)
+test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 25 minutes)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
 
 # About half of it.
-RUNS := $(addprefix tests/,$(addprefix integration/,test_runs.py test_replay.py test_recipes.py test_another_model.py test_lost_engines.py test_judge_run.py test_ledger.py test_several_hosts.py) chaos/test_training_ranks.py integration/test_environments.py examples/test_recompute.py test_init.py doctor chaos/test_engine_restarts.py chaos/test_wrong_weights.py)
+RUNS := $(addprefix tests/,$(addprefix integration/,test_runs.py test_replay.py test_recipes.py test_another_model.py test_lost_engines.py test_judge_run.py test_ledger.py test_several_hosts.py) chaos/test_training_ranks.py integration/test_environments.py examples/test_recompute.py chaos/test_engine_restarts.py chaos/test_wrong_weights.py)
 
 test-runs: $(STAMP)
 	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(SLOWEST) $(RUNS)

@@ -45,6 +45,13 @@ WIDE = {"hidden": 128}
 ATTENTION = LoraConfig(rank=2, alpha=6.0, engines="adapter", export="adapter", targets=["q_proj", "v_proj", "o_proj"])
 
 
+@pytest.fixture(scope="module", params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
+def make(request: pytest.FixtureRequest) -> Make:
+    chosen: Make = request.param
+    require(chosen)
+    return chosen
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def adapted_engine(make: Make, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
     harness = await Harness.start(

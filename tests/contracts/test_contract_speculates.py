@@ -61,7 +61,7 @@ from tokenizers import Tokenizer
 from roll_lite.config.schema.models import ModelConfig, SpeculationConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.nightly]
 
 EAGER = SpeculationConfig(tokens=4, min_match=1, max_match=3)
 """Drafts wherever the last token has been seen before."""
@@ -167,7 +167,6 @@ async def sampled(**options: Any) -> list[Completion]:
         await strategy.shutdown()
 
 
-@pytest.mark.nightly
 async def test_a_hundred_thousand_tokens_are_distributed_as_without() -> None:
     """Chi-square of two samples, for each position of a response to one prompt."""
     require("vllm")

@@ -104,6 +104,13 @@ def test_a_fault_of_this_machine_is_the_exit_code(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(590)
+def test_two_steps_of_an_engine() -> None:
+    found = run_tiny("smoke", "vllm", None, "steps=2")
+    assert found.status == "ok" and "s for step 2; engine and trainer agree: log-probs differ by " in found.value, found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(590)
 def test_two_steps_with_each_engine(folder: Path) -> None:
     done = doctor(folder, "--smoke", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
