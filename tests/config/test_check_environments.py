@@ -13,6 +13,7 @@ import pytest
 from roll_lite.config.checks import rollout
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
+from roll_lite.config.schema.domains import TOOLS_NEED_CHAT
 from roll_lite.config.schema.environments import (
     AdapterSection,
     FunctionEnvironmentConfig,
@@ -318,3 +319,10 @@ def test_templates_of_agents_are_tried_with_a_tool(template: str | None, says: l
     told = list(agents_tools(config))
     assert [place for place, _ in told] == ["domains.calculator.template"] * len(says)
     assert all(re.search(pattern, message, re.DOTALL) for pattern, (_, message) in zip(says, told, strict=True)), told
+
+
+def test_agents_with_a_plain_template_get_no_tools() -> None:
+    config = load_config("tiny_agent", CONFIGS, ["domains.calculator.template.name=plain"], further=[check_environments])
+    [(place, message)] = agents_tools(config)
+    assert place == "domains.calculator.template.name"
+    assert message == f"{TOOLS_NEED_CHAT}; until then, an agent's requests with tools are refused"
