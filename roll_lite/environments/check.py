@@ -88,7 +88,11 @@ def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
             from roll_lite.data.templates import load_tokenizer
             from roll_lite.environments.build import note_on_tools
 
-            if note := note_on_tools(domain, load_tokenizer(config.model.path), f"domains.{name}"):
+            try:
+                note = note_on_tools(domain, load_tokenizer(config.model.path), f"domains.{name}")
+            except ValueError as error:
+                note = str(error)
+            if note:
                 place, _, message = note.partition(": ")
                 yield place, message
 

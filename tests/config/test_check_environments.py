@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -326,3 +327,11 @@ def test_agents_with_a_plain_template_get_no_tools() -> None:
     [(place, message)] = agents_tools(config)
     assert place == "domains.calculator.template.name"
     assert message == f"{TOOLS_NEED_CHAT}; until then, an agent's requests with tools are refused"
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_told_without_a_traceback(tmp_path: Path) -> None:
+    model = shutil.copytree(load_config("tiny_agent", CONFIGS).model.path, tmp_path / "model")
+    (model / "tokenizer_config.json").write_text('{"extra_special_tokens": 5}')
+    overrides = [f"model.path={model}", "domains.calculator.template.name=plain"]
+    [(place, message)] = agents_tools(load_config("tiny_agent", CONFIGS, overrides, further=[check_environments]))
+    assert place == "model.path" and message.startswith(f"no tokenizer could be loaded from {model}: ")
