@@ -26,6 +26,7 @@ from roll_lite.environments.agents import Agent, Endpoint, command_agent, play_a
 from roll_lite.environments.base import Message, Task
 from roll_lite.environments.build import renderers_of
 from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
+from roll_lite.scheduler.ledger import FAILED, group_line
 from roll_lite.workers.environment import EnvironmentWorker
 from tests.environments.test_episode import Characters, encoded
 
@@ -320,10 +321,21 @@ async def test_refused_requests_are_counted_and_are_the_cause_of_a_failure(copes
     if copes:
         assert isinstance(end, Ended) and (end.record.metrics["refused_requests"], end.record.rewards) == (3, (1.0,))
     else:
-        assert isinstance(end, Failed) and end.cause.startswith("AssertionError")
-        assert end.cause.endswith(
-            "; before, a request was refused: n: 2 is not possible; a request gets one response; send several requests"
-        )
+        assert isinstance(end, Failed)
+        reason = "n: 2 is not possible; a request gets one response; send several requests"
+        assert end.cause.startswith(f"a request was refused ({reason}), then: AssertionError")
+
+
+async def test_the_ledger_keeps_both_a_long_reason_and_the_failure() -> None:
+    async def fails(task: Task, endpoint: Endpoint) -> None:
+        await post(endpoint, task.messages)
+        assert (await post(Endpoint(f"{endpoint.base_url}/{'x' * 1000}", endpoint.api_key), task.messages)).status_code == 404
+        raise OSError("no service")
+
+    _, end = await played(fails, "3")
+    assert isinstance(end, Failed), end
+    line = group_line(0, "add", (0, 0), 1, FAILED, cause=f"environment: {end.cause}")
+    assert f"POST /v1/{'x' * 150}" in line["cause"] and "OSError: no service" in line["cause"], line
 
 
 async def test_requests_with_tools_are_refused_where_the_template_is_plain() -> None:
