@@ -53,8 +53,6 @@ def player_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, host: str) 
     )
     calls = Calls()
     play, schemas = _play(domain, tokenizer, path, host, calls)
-    if schemas and not isinstance(domain.template, ChatTemplateConfig):
-        raise ValueError(f"{path}.template.name: {TOOLS_NEED_CHAT}")
     return Player(play, renderer_of(domain, tokenizer, path, schemas), limits, calls)
 
 
@@ -185,6 +183,8 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
     template = domain.template
     assert domain.environment is not None
     if not isinstance(template, ChatTemplateConfig):
+        if tools:
+            raise ValueError(f"{path}.template.name: {TOOLS_NEED_CHAT}")
         return PlainRenderer(tokenizer, f"{path}.template", template.text)
     text = None if template.file is None else read_text(template.file)
     form, ends = domain.environment.call_format, domain.sampling.stop_token_ids
@@ -192,8 +192,8 @@ def renderer_of(domain: DomainConfig, tokenizer: Tokenizer, path: str, tools: Se
 
 
 def note_on_tools(domain: DomainConfig, tokenizer: Tokenizer, path: str) -> str | None:
-    """Return a note if the chat template cannot render an agent's conversations with tools, or renders them differently message by message
-    than as a whole."""
+    """Return a note if the domain's template cannot render an agent's conversations with tools, or renders them differently message by
+    message than as a whole."""
     try:
         return renderer_of(domain, tokenizer, path, [ANY_TOOL]).difference()
     except ValueError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from roll_lite.config.checks.rollout import environment_problems
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import readable
-from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, ChatTemplateConfig, DomainConfig
+from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, ChatTemplateConfig, DomainConfig, PlainTemplateConfig
 from roll_lite.config.schema.environments import (
     AdapterSection,
     EndpointEnvironmentConfig,
@@ -80,14 +80,19 @@ def _has_chat_template(config: RunConfig, domain: DomainConfig) -> bool:
 
 
 def agents_tools(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield (YAML path, message) for chat templates that cannot render agents' conversations with tools, or render them differently message
-    by message than as a whole."""
+    """Yield (YAML path, message) for templates that cannot render agents' conversations with tools, or render them differently message by
+    message than as a whole."""
     for name, domain in config.domains.items():
-        if isinstance(domain.environment, EndpointEnvironmentConfig) and _has_chat_template(config, domain):
+        is_plain = isinstance(domain.template, PlainTemplateConfig)
+        if isinstance(domain.environment, EndpointEnvironmentConfig) and (is_plain or _has_chat_template(config, domain)):
             from roll_lite.data.templates import load_tokenizer
             from roll_lite.environments.build import note_on_tools
 
-            if note := note_on_tools(domain, load_tokenizer(config.model.path), f"domains.{name}"):
+            try:
+                note = note_on_tools(domain, load_tokenizer(config.model.path), f"domains.{name}")
+            except ValueError as error:
+                note = str(error)
+            if note:
                 place, _, message = note.partition(": ")
                 yield place, message
 

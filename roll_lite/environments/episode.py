@@ -21,6 +21,8 @@ from roll_lite.environments.base import EpisodeOver, Message, Step, Task, messag
 STUCK_THREADS, STUCK_AFTER_S = 8, 30.0
 """A call hangs if it still runs STUCK_AFTER_S after its caller gave up. With STUCK_THREADS such calls, the worker is replaced, because
 Python cannot end threads."""
+LONGEST_REFUSAL = 200
+"""Maximum characters of a refused request's reason in a cause of failure; the ledger has room for this and the failure itself."""
 
 
 class Renderer(Protocol):
@@ -315,8 +317,8 @@ class Player:
                 return
             expired = isinstance(error, TimeoutError) and policy.timer is not None and policy.timer.expired()
             cause = f"it took longer than {limit_s:g} s (turn_timeout_s) to answer a response" if expired else _told(error)
-            refusal = f"; before, a request was refused: {policy.refusal:.300}" if policy.refusal else ""
-            self._emit(Failed(order.episode, cause + refusal))
+            refusal = f"a request was refused ({policy.refusal:.{LONGEST_REFUSAL}}), then: " if policy.refusal else ""
+            self._emit(Failed(order.episode, refusal + cause))
 
     def _forget(self, episode: int, task: asyncio.Task[None]) -> None:
         if self._tasks[episode] is task:  # else the number is already used again

@@ -8,7 +8,7 @@ from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 DELIVERED, FILTERED, FAILED, STALE, DROPPED = "delivered", "filtered", "failed", "stale", "dropped"
 """Ways in which groups end. The prompt of a stale or dropped group starts again."""
-LONGEST_CAUSE = 200
+LONGEST_CAUSE = 400
 
 
 def group_line(

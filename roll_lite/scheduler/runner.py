@@ -68,7 +68,7 @@ class Conversation:
     row, and each other request starts a new row, so that every response is trained in exactly one row.
     """
 
-    __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("_ask", "_end", "_kept", "_new_number", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Conversation:
         """`so_far`: partial first response to continue.
 
         `wants_ids`: return token ids of responses. `saved`: responses from a resumed checkpoint, which are returned if the episode sends
-        the same requests again.
+        the same requests again, parallel ones in any order.
         """
         self._ask = ask
         self.request_id = request_id
@@ -93,6 +93,8 @@ class Conversation:
         self._turns: dict[int, tuple[_Row, Turn]] = {}
         self._saved = {one.number: one for one in saved}
         self._kept: dict[int, SavedTurn] = {}
+        self._new_number = 1 + max(self._saved, default=-1)
+        """Offset from a response's number to its number in checkpoints, which no saved response has. A saved response keeps its own."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -104,14 +106,15 @@ class Conversation:
         follow; None: the tokens are a prompt. `most`: maximum response tokens; None: all that the sample has left. `stop`: further stop
         strings.
         """
-        row = self._row(after)
+        given = array("i", token_ids).tobytes() if self._wants_ids else b""
+        saved = self._saved_turn(after, given)
+        row = self._row(after, saved is not None and saved.branches)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
         try:
             so_far, self._so_far = self._so_far, None
-            given = array("i", request.prompt_ids).tobytes() if self._wants_ids else b""
-            turn = self._saved_turn(number, after, request.masks_context, given) or await self._ask(request, so_far)
+            turn = await self._ask(request, so_far) if saved is None else saved.turn
         except RequestFailed as failure:
             if failure.partial is not None:
                 row.add(author, len(token_ids), number, failure.partial)
@@ -119,34 +122,38 @@ class Conversation:
             raise
         row.add(author, len(token_ids), number, turn)
         self._turns[number] = row, turn
-        if given and turn.tokens is not None and (after is None or after in self._kept):
-            self._kept[number] = SavedTurn(number, after, len(token_ids), turn, request.masks_context, given)
+        if saved is not None:
+            self._kept[number] = saved
+        elif given and turn.tokens is not None and (after is None or after in self._kept):
+            place = None if after is None else self._kept[after].number
+            self._kept[number] = SavedTurn(self._new_number + number, place, len(token_ids), turn, request.masks_context, given)
         return turn
 
-    def _saved_turn(self, number: int, after: int | None, branches: bool, given: bytes) -> Turn | None:
-        """Return the saved response to the same request behind the same tokens. A request that differs makes all further saved responses
-        useless."""
-        saved = self._saved.pop(number, None)
-        if saved is None:
+    def _saved_turn(self, after: int | None, given: bytes) -> SavedTurn | None:
+        """Take the saved response to the same tokens in the same place of the tree. If it lengthens its row, its tokens train those before
+        it too, so no other request may have lengthened the row."""
+        if after is not None and after not in self._kept:
             return None
-        if (saved.after, saved.branches, saved.given_ids) == (after, branches, given):
-            return saved.turn
-        self._saved.clear()
+        place = None if after is None else self._kept[after].number
+        for saved in self._saved.values():
+            if (saved.after, saved.given_ids) == (place, given) and (saved.branches or after is None or self._free_row(after)):
+                return self._saved.pop(saved.number)
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
         """Return the episode's responses so far, and saved ones that the episode has not requested again since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
-    def _row(self, after: int | None) -> _Row:
-        if after is None:
-            row = _Row()
-        else:
-            row, turn = self._turns[after]
-            if row.free and row.last == after:
-                row.free = False
-                return row
-            row = _Row(turn)
+    def _free_row(self, after: int) -> _Row | None:
+        """Return the row that ends with this response, unless a request has already continued it."""
+        row, _ = self._turns[after]
+        return row if row.free and row.last == after else None
+
+    def _row(self, after: int | None, branches: bool) -> _Row:
+        if after is not None and not branches and (row := self._free_row(after)) is not None:
+            row.free = False
+            return row
+        row = _Row(None if after is None else self._turns[after][1])
         self._rows.append(row)
         return row
 

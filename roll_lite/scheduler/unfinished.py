@@ -24,8 +24,8 @@ from roll_lite.data.samples import (
 class SavedTurn:
     """Response in an unfinished episode.
 
-    `given`: number of new tokens that the response answers; `given_ids`: their ids (int32). `after`: number of the response that these
-    tokens follow; None: they are a prompt.
+    `number`: unique in the sample. `given`: number of new tokens that the response answers; `given_ids`: their ids (int32). `after`: number
+    of the response that these tokens follow; None: they are a prompt.
     """
 
     number: int
@@ -51,7 +51,7 @@ class SavedSample:
     turns: tuple[SavedTurn, ...] = ()
     """Responses so far of an unfinished episode.
 
-    After a resume they are returned again, as long as the environment sends the same requests.
+    After a resume each is returned again if the environment sends the same request in the same place of the conversation.
     """
 
     @staticmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from roll_lite.config.checks import rollout
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
+from roll_lite.config.schema.domains import TOOLS_NEED_CHAT
 from roll_lite.config.schema.environments import (
     AdapterSection,
     FunctionEnvironmentConfig,
@@ -318,3 +320,18 @@ def test_templates_of_agents_are_tried_with_a_tool(template: str | None, says: l
     told = list(agents_tools(config))
     assert [place for place, _ in told] == ["domains.calculator.template"] * len(says)
     assert all(re.search(pattern, message, re.DOTALL) for pattern, (_, message) in zip(says, told, strict=True)), told
+
+
+def test_agents_with_a_plain_template_get_no_tools() -> None:
+    config = load_config("tiny_agent", CONFIGS, ["domains.calculator.template.name=plain"], further=[check_environments])
+    [(place, message)] = agents_tools(config)
+    assert place == "domains.calculator.template.name"
+    assert message == f"{TOOLS_NEED_CHAT}; until then, an agent's requests with tools are refused"
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_told_without_a_traceback(tmp_path: Path) -> None:
+    model = shutil.copytree(load_config("tiny_agent", CONFIGS).model.path, tmp_path / "model")
+    (model / "tokenizer_config.json").write_text('{"extra_special_tokens": 5}')
+    overrides = [f"model.path={model}", "domains.calculator.template.name=plain"]
+    [(place, message)] = agents_tools(load_config("tiny_agent", CONFIGS, overrides, further=[check_environments]))
+    assert place == "model.path" and message.startswith(f"no tokenizer could be loaded from {model}: ")

@@ -17,12 +17,16 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from support_endpoint import WEATHER
 
-from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.domains import TOOLS_NEED_CHAT, DomainConfig
 from roll_lite.data.samples import FinishReason
+from roll_lite.data.templates import load_tokenizer
 from roll_lite.environments.agents import Agent, Endpoint, command_agent, play_agent
 from roll_lite.environments.base import Message, Task
+from roll_lite.environments.build import renderers_of
 from roll_lite.environments.episode import Answer, Ask, Begin, Calls, Ended, Failed, Limits, Player
+from roll_lite.scheduler.ledger import FAILED, group_line
 from roll_lite.workers.environment import EnvironmentWorker
 from tests.environments.test_episode import Characters, encoded
 
@@ -43,7 +47,9 @@ def renderer_of(tools: Sequence[dict[str, Any]]) -> Characters:
     return Characters()
 
 
-async def played(agent: Agent, *responses: str, gives_reward: bool = True, delay: float = 0.0, **limits: Any) -> tuple[list[Ask], Any]:
+async def played(
+    agent: Agent, *responses: str, gives_reward: bool = True, delay: float = 0.0, renderer_of: Any = renderer_of, **limits: Any
+) -> tuple[list[Ask], Any]:
     """Play an episode with these responses, each after `delay`; returns the requests and the last event."""
     given = Limits(**{"max_turns": 9, "turn_timeout_s": 20.0, "max_prompt_tokens": 100} | limits)
     player = Player(play_agent(agent, "127.0.0.1", renderer_of, gives_reward), Characters(), given, Calls())
@@ -148,10 +154,10 @@ async def test_raw_completions_and_stop_strings_where_the_template_opens_thought
     assert isinstance(end, Ended) and end.record.correct is True
 
 
-async def post(endpoint: Endpoint, messages: Sequence[Message], timeout: float = 30.0) -> httpx2.Response:
+async def post(endpoint: Endpoint, messages: Sequence[Message], timeout: float = 30.0, **more: Any) -> httpx2.Response:
     async with httpx2.AsyncClient(timeout=httpx2.Timeout(30.0, read=timeout)) as client:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-        return await client.post(f"{endpoint.base_url}/chat/completions", headers=headers, json={"messages": list(messages)})
+        return await client.post(f"{endpoint.base_url}/chat/completions", headers=headers, json={"messages": list(messages), **more})
 
 
 async def test_a_response_that_nobody_waited_for_trains() -> None:
@@ -315,10 +321,36 @@ async def test_refused_requests_are_counted_and_are_the_cause_of_a_failure(copes
     if copes:
         assert isinstance(end, Ended) and (end.record.metrics["refused_requests"], end.record.rewards) == (3, (1.0,))
     else:
-        assert isinstance(end, Failed) and end.cause.startswith("AssertionError")
-        assert end.cause.endswith(
-            "; before, a request was refused: n: 2 is not possible; a request gets one response; send several requests"
-        )
+        assert isinstance(end, Failed)
+        reason = "n: 2 is not possible; a request gets one response; send several requests"
+        assert end.cause.startswith(f"a request was refused ({reason}), then: AssertionError")
+
+
+async def test_the_ledger_keeps_both_a_long_reason_and_the_failure() -> None:
+    async def fails(task: Task, endpoint: Endpoint) -> None:
+        await post(endpoint, task.messages)
+        assert (await post(Endpoint(f"{endpoint.base_url}/{'x' * 1000}", endpoint.api_key), task.messages)).status_code == 404
+        raise OSError("no service")
+
+    _, end = await played(fails, "3")
+    assert isinstance(end, Failed), end
+    line = group_line(0, "add", (0, 0), 1, FAILED, cause=f"environment: {end.cause}")
+    assert f"POST /v1/{'x' * 150}" in line["cause"] and "OSError: no service" in line["cause"], line
+
+
+async def test_requests_with_tools_are_refused_where_the_template_is_plain() -> None:
+    async def two_requests(task: Task, endpoint: Endpoint) -> float:
+        refused = await post(endpoint, task.messages, tools=[{"type": "function", "function": WEATHER}])
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == f"domains.add.template.name: {TOOLS_NEED_CHAT}"
+        assert (await post(endpoint, task.messages)).status_code == 200
+        return 1.0
+
+    section = {"name": "endpoint", "function": "tests.workers.environment_cases.knocks"}
+    domain = DomainConfig.model_validate({"data": {"train": "x.jsonl"}, "environment": section})
+    tokenizer = load_tokenizer(ROOT / "roll_lite/examples/models/tiny")
+    asks, end = await played(two_requests, "3", renderer_of=renderers_of(domain, tokenizer, "domains.add"))
+    assert isinstance(end, Ended) and (len(asks), end.record.metrics["refused_requests"]) == (1, 1), end
 
 
 async def test_the_end_of_an_episode_is_no_refusal() -> None:

@@ -17,6 +17,7 @@ from yarl import URL
 from roll_lite.environments.base import EpisodeOver
 from roll_lite.environments.endpoint import server as server_module
 from roll_lite.environments.endpoint.api import as_sent
+from roll_lite.environments.endpoint.openai import Responses
 
 QUESTION = [{"role": "user", "content": "Weather in Paris?"}]
 TOOL = {"type": "function", "function": WEATHER}
@@ -145,6 +146,16 @@ async def test_responses_with_a_tool(keeps: bool) -> None:
     assert one.messages == [{"role": "system", "content": "Be short."}, *QUESTION]
     assert (one.tools, one.max_tokens, one.overridden) == ([TOOL], 9, ("reasoning",))
     assert two.messages == [*QUESTION, {**CALLED, "content": "I look.", "reasoning_content": "Hm."}, SUNNY]
+
+
+def test_conversations_that_are_sent_whole_share_their_messages() -> None:
+    kept: dict[str, list[Any]] = {}
+    items, turns = [*QUESTION], 20
+    for turn in range(turns):
+        asked = Responses.model_validate_json(json.dumps({"input": items}), context=kept)
+        assert asked.request().messages[::2] == items[::2]
+        items += [*asked.response(says(f"Answer {turn}."))["output"], {"role": "user", "content": f"Question {turn}?"}]
+    assert len({id(message) for conversation in kept.values() for message in conversation}) <= 3 * turns
 
 
 async def test_responses_as_a_stream() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
+import support_scripted
 import torch
 from support_local_engine import LocalEngine
 from support_scripted import LOG_PROB, Response, ScriptedEngine
@@ -19,6 +21,7 @@ from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Conversation, Episode
 from roll_lite.scheduler.service import RolloutResult, RolloutService
+from roll_lite.scheduler.supply import Asynchronous, OnSync, Pacing
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.credit import assign_credit
 from roll_lite.workers.objectives import ActorLoss
@@ -60,6 +63,12 @@ def slow_script(request: GenerationRequest) -> Response:
     return Response(6, 1.0) if response.tokens == 3 else response
 
 
+def domain_of(episode: Episode, max_tokens: int = 20) -> Domain:
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
+    order = PromptOrder(1, 0, "toy")
+    return Domain("toy", OnePrompt(), order, sampling, samples_per_prompt=2, share=1.0, rewards=LongerIsBetter(), episode=episode)
+
+
 async def rollout(
     episode: Episode,
     engines: int = 1,
@@ -68,11 +77,8 @@ async def rollout(
     seed: int | None = None,
     script: Callable[[GenerationRequest], Response] = script,
 ) -> RolloutResult:
-    sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
-    order = PromptOrder(1, 0, "toy")
-    domain = Domain("toy", OnePrompt(), order, sampling, samples_per_prompt=2, share=1.0, rewards=LongerIsBetter(), episode=episode)
     clients = [LocalEngine(f"e{i}", ScriptedEngine(script)) for i in range(engines)]
-    return await RolloutService([domain], Router(clients, timeout_s), retries=0, seed=seed).next_batch(1)
+    return await RolloutService([domain_of(episode, max_tokens)], Router(clients, timeout_s), retries=0, seed=seed).next_batch(1)
 
 
 def batch_of(result: RolloutResult) -> DataProto:
@@ -129,6 +135,47 @@ def test_a_second_turn_may_go_to_another_engine() -> None:
     one, two = (run_virtual(rollout(two_turns, engines, seed=5)) for engines in (1, 2))
     for name in ("input_ids", "response_mask", "rollout_log_probs"):
         assert batch_of(one).ragged(name).equals(batch_of(two).ragged(name))
+
+
+@pytest.mark.parametrize("on_sync", OnSync)
+def test_a_weight_update_while_a_tool_runs(on_sync: OnSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights come from second 5 to 8. Sample 0's tool answers in second 7, sample 1's in second 12."""
+
+    async def with_a_tool(prompt: Prompt, conversation: Conversation) -> None:
+        await conversation.respond(prompt.token_ids)
+        await asyncio.sleep(5.0 if conversation.request_id.split("/")[4] == "0" else 10.0)
+        await conversation.respond(OBSERVATION, 1, 0)
+
+    async def main() -> RolloutResult:
+        engine = ScriptedEngine(script)
+        service = RolloutService(
+            [domain_of(with_a_tool)], Router([LocalEngine("e", engine)], 1e6), 0, None, Pacing(Asynchronous(1), on_sync)
+        )
+        batch = asyncio.create_task(service.next_batch(1))
+        await asyncio.sleep(5.0)
+        await service.hold()
+        await engine.begin_weight_update([])
+        await engine.receive_bucket([])
+        await asyncio.sleep(3.0)
+        await engine.finish_weight_update(7)
+        monkeypatch.setattr(support_scripted, "LOG_PROB", 2 * LOG_PROB)
+        service.set_version(7)
+        assert not batch.done()
+        result = await batch
+        service.close()
+        return result
+
+    result = run_virtual(main())
+    for sample, last in zip(result.groups[0].samples, (3, 1), strict=True):
+        assert [(one.length, one.versions) for one in sample.transcript.segments] == [
+            *((3, ()), (2, (VersionSpan(0, 0),))),
+            *((2, ()), (last, (VersionSpan(0, 7),))),
+        ]
+    batch = batch_of(result)
+    mask, log_probs = batch.ragged("response_mask"), batch.ragged("rollout_log_probs")
+    assert [log_probs.row(row)[mask.row(row)[1:]].tolist() for row in (0, 1)] == [[LOG_PROB] * 2 + [2 * LOG_PROB] * last for last in (3, 1)]
+    assert batch.tensor("min_version").tolist() == [0, 0], "staleness is counted from a sample's oldest token"
+    assert batch.tensor("max_version").tolist() == [7, 7]
 
 
 def test_max_tokens_holds_for_all_turns_together() -> None:

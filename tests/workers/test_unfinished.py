@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any, cast
 
@@ -291,27 +292,58 @@ def test_a_complete_response_is_kept_beside_one_under_way() -> None:
     assert [row.policy_tokens for row in group.samples[1].transcript.rows] == [2 * TURN, TURN]
 
 
-@pytest.mark.parametrize("order", ["YZ", "ZY"])
-async def test_a_saved_response_is_used_only_in_the_same_place_of_the_tree(order: str) -> None:
-    """An agent's parallel requests come in any order. The first to continue a response lengthens its row, in which that response trains."""
+def tree_talk() -> tuple[Callable[[Sequence[SavedTurn]], Conversation], list[GenerationRequest]]:
+    """A function that begins a conversation with saved responses, and all requests that none of them answers."""
     asked: list[GenerationRequest] = []
 
     async def ask(request: GenerationRequest, _: Turn | None) -> Turn:
         asked.append(request)
         return Turn(request.request_id, 2, tokens=TokenRow(request.request_id, 0, request.prompt_length + 2), ids=bytes(8))
 
-    def talk(*saved: SavedTurn) -> Conversation:
-        return Conversation(ask, "a/0/0/0/0/0", Sampling(1.0, 100), wants_ids=True, saved=saved)
+    return lambda saved: Conversation(ask, "a/0/0/0/0/0", Sampling(1.0, 100), wants_ids=True, saved=saved), asked
 
+
+@pytest.mark.parametrize("order", list(permutations("XYZ")))
+async def test_parallel_requests_of_a_resumed_episode_may_come_in_another_order(order: Sequence[str]) -> None:
+    talk, asked = tree_talk()
+    tokens = {"X": 70, "Y": 80, "Z": 90}
+
+    async def played(conversation: Conversation, order: Sequence[str]) -> dict[str, Turn]:
+        """Three requests continue the first response, and one continues that to Y."""
+        turns = {"": await conversation.respond((1, 2))}
+        for number, name in enumerate(order, start=1):
+            turns[name] = await conversation.respond((tokens[name],), number, 0)
+        return turns | {"W": await conversation.respond((60,), 4, 1 + order.index("Y"))}
+
+    before = talk(())
+    turns = await played(before, "YXZ")
+    asked.clear()
+    after = talk(before.saved())
+    again = await played(after, order)
+    assert not asked and all(again[name] is turn for name, turn in turns.items())
+    assert sorted(row.policy_tokens for row in after.transcript().rows) == [2, 2, 6], "the row of the first response goes on with Y and W"
+    assert {one.number: one for one in after.saved()} == {one.number: one for one in before.saved()}
+
+    once_more = await after.respond((80,), 5, 0)
+    assert [(request.prompt_ids, request.masks_context) for request in asked] == [((80,), True)], "a saved response is used once"
+    third = talk(after.saved())
+    assert (await played(third, "YXZ")) == turns and (await third.respond((80,), 5, 0)) is once_more
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("order", ["YZ", "ZY"])
+async def test_a_saved_response_is_used_only_in_the_same_place_of_the_tree(order: str) -> None:
+    """An agent's parallel requests come in any order. The first to continue a response lengthens its row, in which that response trains."""
+    talk, asked = tree_talk()
     texts = {"X": ((70,), None), "Y": ((80,), 0), "Z": ((90,), 0)}
-    before = talk()
+    before = talk(())
     await before.respond((1, 2))
     for number, name in enumerate("XYZ", start=1):
         await before.respond(texts[name][0], number, texts[name][1])
     first, _, own, _ = before.saved()
     assert not own.branches, "X and Z were under way at the checkpoint"
     asked.clear()
-    after = talk(first, own)
+    after = talk((first, own))
     assert (await after.respond((1, 2))) is first.turn
     for number, name in enumerate(f"X{order}" if order == "YZ" else f"{order}X", start=1):
         await after.respond(texts[name][0], number, texts[name][1])

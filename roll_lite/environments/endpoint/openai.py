@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from typing import Annotated, Literal
 from uuid import uuid4
 
@@ -89,7 +90,7 @@ class Responses(ApiRequest):
     _conversation: list[Message] = PrivateAttr()
 
     def model_post_init(self, kept: dict[str, list[Message]]) -> None:
-        """Keep the episode's earlier conversations by response id, which the server passes as validation context."""
+        """Keep the episode's conversations by response id, and their messages by digest. The server passes them as validation context."""
         self._kept = kept
 
     def conversation(self) -> list[Message]:
@@ -116,7 +117,9 @@ class Responses(ApiRequest):
 
     def response(self, reply: ChatReply) -> Json:
         message, output, response_id = reply.message, list[Json](), f"resp_{uuid4().hex}"
-        self._kept[response_id] = [*self._conversation, message]
+        # Clients may send the whole conversation each time: messages that are already kept are shared.
+        hashed = ((sha256(repr(one).encode()).hexdigest(), one) for one in self._conversation)
+        self._kept[response_id] = [*(self._kept.setdefault(digest, [one])[0] for digest, one in hashed), message]
         if thoughts := message.get("reasoning_content"):
             self._kept[item_id := f"item_{uuid4().hex}"] = [message]
             part = {"type": "reasoning_text", "text": thoughts}
