@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support_view import make_run
 
 from roll_lite.cli import main
 from roll_lite.config.loading import load_config
@@ -79,6 +81,7 @@ def test_a_file_in_the_current_folder_comes_first(elsewhere: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(590)
 def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     caches = shutil.ignore_patterns("__pycache__")
@@ -92,15 +95,22 @@ def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
     shutil.rmtree(source)
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str, folder: Path = elsewhere) -> str:
         command = [sys.executable, "-P", "-m", "roll_lite.cli", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(site)}
-        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    config = yaml.safe_load(run("check", "--config-name", "tiny_raft"))
+    run("init")
+    mine = elsewhere / "my_run"
+    config = yaml.safe_load(run("check", "--config-name", "my_run", folder=mine))
     assert config["model"]["path"] == str(site / "roll_lite/examples/models/tiny")
+    assert json.loads(run("plan", "--config-name", "my_run", "--json", folder=mine))["advice"] == []
+    assert " 0 faults" in run("doctor")
+    made = make_run(elsewhere / "runs/small")
+    assert run("report", "runs/small").strip() == str(made / "report.html")
+    assert (made / "report.html").stat().st_size > 100_000
     shown = run("reward", "--config-path", "examples/domains", "--config-name", "words", "--domain", "upper", "--limit", "2")
     assert "2 reference answers: 2 correct" in shown
     shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts}

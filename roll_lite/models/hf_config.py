@@ -143,10 +143,13 @@ def check_same_model(checkpoint: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    run = folder.parent
     if (found := kind_of(folder)) != "folder":
-        raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{elsewhere(folder)}")
+        why = f" ({run} is an evaluation; name the run that trained)" if kind_of(run / "evaluation.json") else elsewhere(folder)
+        raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{why}")
     if kind_of(folder / "config.json") is None:
-        raise ValueError(f"no config.json in {folder}; expected a model in Hugging Face format")
+        wanted = f"{folder / 'model'}, the model of this run" if kind_of(folder / "model/config.json") else "a model in Hugging Face format"
+        raise ValueError(f"no config.json in {folder}; expected {wanted}")
     return read_object(folder / "config.json")
 
 

@@ -212,7 +212,9 @@ def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
     share = f"engines and trainer take equally long with {plan.time.engine_share:.0%} of the devices for engines"
     verdict = "fits" if not plan.problems else "\n".join(f"will not fit: {one}" for one in plan.problems)
     remedy = [f"change: {one}" for one in advice] or (["no single change makes it fit; try --search"] if plan.problems else [])
-    title = f"{model.name}, {model.parameters() / 1e9:.2f} billion parameters, on {parsed.device} ({device.memory_gib} GiB)"
+    billions = model.parameters() / 1e9
+    size = f"{billions:.2f} billion" if billions >= 0.1 else f"{1e3 * billions:.2f} million"
+    title = f"{model.name}, {size} parameters, on {parsed.device} ({device.memory_gib} GiB)"
     left_out = [f"not counted, its model being unknown: {name}" for name in roles(config) if name not in plan.memory]
     cache = f"KV cache of an engine: {plan.cached_tokens:,} tokens"
     tables = [

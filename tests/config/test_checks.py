@@ -361,6 +361,16 @@ def test_a_missing_file_says_where_it_would_have_been_right(project: Project, mo
     assert f"start from {project.folder}" in problem.message
 
 
+def test_a_run_in_place_of_its_model_is_told(project: Project) -> None:
+    trained, evaluated = project.folder / "trained", project.folder / "evaluated"
+    project.write_model("trained/model")
+    evaluated.mkdir()
+    (evaluated / "evaluation.json").touch()
+    for folder, said in ((trained, f"expected {trained / 'model'}, the model"), (evaluated / "model", f"({evaluated} is an evaluation")):
+        problem = next(one for one in project.problems(f"model.path={folder}") if one.path == "model.path")
+        assert said in problem.message
+
+
 def test_deterministic_runs_need_a_cpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
     assert [problem.path for problem in project.problems("deterministic=true")] == ["deterministic"]

@@ -397,6 +397,61 @@ def test_settings_that_examples_name_are_known(project: str, text: str, keys: li
     assert not [one for one in done.told if one.path in keys and "is not known here" in one.message]
 
 
+CONDITIONS = """\
+gpus=${1:-4}
+loss=${LOSS:-cispo}
+case $loss in
+    cispo|other) clip=0.15;;
+    vanilla) clip=0.2 ;;
+esac
+[ "$gpus" -gt 2 ] && tp=2 || tp=1
+settings=()
+if [ -n "${QUANTIZATION:-}" ] && [ "$loss" != other ]; then
+    settings+=(actor_rollout_ref.rollout.quantization=fp8)
+    if [ "$gpus" = 4 ]; then sequences=1; fi
+elif [[ $gpus == 4 ]]; then sequences=128; else sequences=64; fi
+if [ "$(probe)" = npu ]; then sequences=32; fi
+if [ "$UNKNOWN" = 1 ]; then samples=3; fi
+bash -c "pip install verl \\
+    && python3 -m verl.main actor_rollout_ref.actor.policy_loss.loss_mode=$loss actor_rollout_ref.actor.clip_ratio_high=$clip \\
+    actor_rollout_ref.actor.clip_ratio_low=10 trainer.n_gpus_per_node=$gpus actor_rollout_ref.rollout.max_num_seqs=$sequences \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=$tp actor_rollout_ref.rollout.n=$samples" &>> log &
+"""
+
+
+def test_branches_of_a_script_are_those_that_it_runs() -> None:
+    config = Conversion("verl", CONDITIONS, "run.sh").config
+    assert config["algorithm"]["policy_loss"] == {"name": "cispo", "clip_high": 0.15}
+    assert config["actor_train"]["devices"] == 4 and config["actor_train"]["strategy"]["tensor_parallel"] == 2
+    assert config["actor_infer"]["strategy"]["max_running_requests"] == 128 and "quantization" not in config["actor_infer"]["strategy"]
+    assert config["rollout"]["samples_per_prompt"] == 3, "a condition that only the shell knows: its branch is read"
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss"),
+    [
+        ("policy_loss.loss_mode=geo_mean", {"name": "gmpo", "log_clip_low": 0.2, "log_clip_high": 0.2}),
+        (
+            "policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.clip_ratio_low=0.3",
+            {"name": "gmpo", "log_clip_low": 0.3, "log_clip_high": 0.2},
+        ),
+        ("policy_loss.loss_mode=cispo", {"name": "cispo", "clip_low": 0.2, "clip_high": 0.2}),
+        ("policy_loss.loss_mode=dppo_tv actor_rollout_ref.actor.clip_ratio_low=0.15", None),
+    ],
+)
+def test_the_clipping_of_a_loss(settings: str, loss: dict[str, Any] | None) -> None:
+    done = Conversion("verl", f"x -m verl.main actor_rollout_ref.actor.{settings}", "run.sh")
+    assert done.config.get("algorithm", {}).get("policy_loss") == loss
+    assert any(one.path.endswith("clip_ratio_low") for one in done.told) == (loss is None), "what is not converted is told"
+
+
+def test_a_reward_server_takes_the_place_of_a_model() -> None:
+    flags = "--reward_pretrain acme/rm --remote_rm_url http://host:5000/score --init_kl_coef 0.1 --use_kl_estimator_k3"
+    config = Conversion("openrlhf", f"x -m openrlhf.cli.train_ppo_ray --pretrain m {flags}", "run.sh").config
+    assert "reward_models" not in config and config["domains"]["main"]["reward"]["name"] == "remote"
+    assert config["algorithm"]["kl_in_reward"] == {"coef": 0.1, "estimator": "k3"}
+
+
 def test_engines_apart_without_staleness_are_synchronous() -> None:
     text = "x -m verl.main data.train_batch_size=64 rollout.nnodes=1 trainer.nnodes=1 async_training.staleness_threshold=0"
     config = Conversion(

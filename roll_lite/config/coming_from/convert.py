@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -18,14 +20,14 @@ from roll_lite.config.validation import validate
 FAILED = object()
 _EXPANSION = re.compile(
     r"""\$\(\((?P<sum>.*?)\)\)(?!\))|\$\((?:[^()]|\([^()]*\))*\)
-    |\$(?:\{(?=\w+[:}-]))?(?P<name>[A-Za-z_]\w*)(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?(?(default)\}|\}?)|\$\{[^}]*\}|\$[@*]""",
+    |\$(?:\{(?=\w+[:}-]))?(?P<name>[A-Za-z_]\w*|\d(?=:?-))(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?(?(default)\}|\}?)|\$\{[^}]*\}|\$[@*]""",
     re.VERBOSE | re.DOTALL,
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(?P<open>\(?)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"--([\w.-]+)|(?:--|\+{0,2})([\w@/.-]+)=(.*)", re.DOTALL)
 _END = re.compile(r"[|&;]+|\d?[<>].*")
+_ENDING = re.compile(r"(?<=[^;])(;{1,2}$)")
 _BEFORE_ASSIGNMENT = re.compile(r"export|local|readonly|declare|-a|then|do|else")
-_NPU_BRANCH = re.compile(r"\s*npu\)")
 _INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^{}]*))?\}")
 
 
@@ -193,38 +195,115 @@ def _value(text: str) -> Any:
     return None if text == "None" else source.data
 
 
+@dataclass
+class _Branches:
+    """An `if` or `case`. `subject`: what a `case` compares. `reads`: whether to read the current branch. `over`: one that surely runs was
+    met."""
+
+    subject: str = ""
+    reads: bool = True
+    over: bool = False
+    awaits_pattern: bool = False
+
+    def enter(self, holds: bool | None) -> None:
+        self.reads = not self.over and holds is not False
+        self.over |= holds is True
+
+
+def _matches(subject: str, patterns: str) -> bool | None:
+    """Compare the subject of a `case` with the patterns of a branch; None if unknown."""
+    if "$" in subject:
+        return False if patterns == "npu" else None
+    return any(fnmatchcase(subject, one) for one in patterns.split("|"))
+
+
+def _holds(words: list[str]) -> bool | None:
+    """Evaluate a shell condition; None if unknown. What only the shell knows is not `npu`, for other hardware."""
+    for joint, decides in (("||", True), ("&&", False)):
+        if joint in words:
+            at = words.index(joint)
+            parts = (_holds(words[:at]), _holds(words[at + 1 :]))
+            return decides if decides in parts else None if None in parts else not decides
+    match [one for one in words if one not in ("[", "]", "[[", "]]", ";")]:
+        case ["!", *rest]:
+            value = _holds(rest)
+            return None if value is None else not value
+        case ["-n" | "-z" as sign, text] if "$" not in text:
+            return (text == "") == (sign == "-z")
+        case [left, "=" | "==" | "!=" as sign, right] if "$" not in left + right or right == "npu":
+            return (left == right) == (sign != "!=")
+        case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as sign, right] if (left + right).isdecimal():
+            return bool(getattr(operator, sign[1:])(int(left), int(right)))
+    return None
+
+
 def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
-    """Split a shell script into commands and arrays: lists of (word, line number). All branches of conditions are read, except `npu)` in a
-    `case`, for other hardware."""
+    """Split a shell script into commands and arrays: lists of (word, line number). Branches whose condition does not hold are left out; of
+    conditions that only the shell knows, all branches are read but `npu`, for other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
-    before, is_array, is_skipped = "", False, False
-    for number, line in enumerate(text.splitlines(), 1):
-        line = line.rstrip()
-        is_skipped = _NPU_BRANCH.fullmatch(line) is not None or (is_skipped and line.lstrip() != ";;")
-        if is_skipped:
-            continue
+    branches: list[_Branches] = []
+    condition: list[str] | None = None
+    before, is_array, runs, status = "", False, True, None
+    lines = [line.rstrip() for line in text.splitlines()]
+    for number, line in enumerate(lines, 1):
         goes_on = line.endswith("\\") or bool(command and line.lstrip().startswith("#"))
         before += line.removesuffix("\\")
         try:
-            words = shlex.split(_filled(before, variables), comments=True)
+            quoted = shlex.split(_filled(before, variables), comments=True)
         except ValueError:  # the quotation ends in a later line
-            before += "\n"
+            before += "" if goes_on else "\n"
             continue
-        before = ""
-        for word in words:
+        follows = [line.strip() for line in lines[number : number + 1]]
+        words = [part for word in quoted for part in _ENDING.split(word) if part or not word]
+        before, passed = "", -1
+        for at, word in enumerate(words):
+            if at <= passed:
+                continue
+            is_read = runs and all(one.reads for one in branches)
             match = None if command else _ASSIGNMENT.fullmatch(word)
             is_array |= bool(match and match["open"])
-            if match and not is_array:
-                variables[match[1]] = variables.get(match[1], "") * len(match[2]) + match[4]
+            if condition is not None:
+                if word == "then":
+                    branches[-1].enter(_holds(condition))
+                    condition = None
+                else:
+                    condition.append(word)
+            elif not command and word in ("if", "elif") and ("then" in words + follows or goes_on or words[-1] in ("&&", "||")):
+                condition = []
+                if word == "if" or not branches:
+                    branches.append(_Branches())
+            elif not command and word == "case" and words[at + 2 :][:1] == ["in"]:
+                branches.append(_Branches(words[at + 1], awaits_pattern=True))
+                passed = at + 2
+            elif branches and not command and word in ("fi", "esac"):
+                branches.pop()
+            elif branches and not command and word == "else":
+                branches[-1].enter(True)
+            elif branches and branches[-1].awaits_pattern:
+                branches[-1].awaits_pattern = False
+                branches[-1].enter(_matches(branches[-1].subject, word.strip("()")))
+            elif match and not is_array:
+                if is_read:
+                    variables[match[1]] = variables.get(match[1], "") * len(match[2]) + match[4]
+                status = True if runs else status
             elif _END.fullmatch(word):
-                yield command
+                if is_read:
+                    yield command
+                if command and runs:
+                    status = _holds([one for one, _ in command]) if command[0][0] in ("[", "[[") else None
                 command, is_array = [], False
+                runs = status is None or {"&&": status, "||": not status}.get(word, True)
+                if word == ";;" and branches:
+                    branches[-1].awaits_pattern = True
+            elif command and command[-1][0] == "-c" and is_read:
+                yield from ([(one, number) for one, _ in inner] for inner in _commands(word))
             elif command or not _BEFORE_ASSIGNMENT.fullmatch(word):
                 command.append((match[4] if match else word, number))
         if not goes_on and (not is_array or line.endswith(")")):
-            yield command
-            command, is_array = [], False
+            if runs and all(one.reads for one in branches):
+                yield command
+            command, is_array, runs, status = [], False, True, None
     yield command
 
 
