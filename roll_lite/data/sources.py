@@ -14,8 +14,8 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. From a folder, only files with suffixes in KINDS are read: CSV and JSON files in folders are often
-not data."""
+"""Suffixes accepted for a single file. In a folder, only files with suffixes in KINDS are read: CSV and JSON files there are often not
+data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -37,10 +37,10 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """"line" or "row": what `number` counts, from 1."""
+    """Unit that `number` counts, from 1: `line` or `row`."""
     number: int
     content: dict[str, Any] | str
-    """{column: value}, or a text that says why the row is unreadable or left out."""
+    """{column: value}, or the reason why the row is unreadable or left out."""
 
     @property
     def place(self) -> str:
@@ -55,8 +55,8 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Return a path's data files. Raise ValueError for a folder that Hugging Face `datasets` did not save, unless its data files have the
-    same format and split."""
+    """Return a path's data files. ValueError for a folder whose data files differ in format or split, unless Hugging Face `datasets` saved
+    it."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
