@@ -15,7 +15,7 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads without its division by the token count, which loss weights include."""
+    """Call Megatron's finalize_model_grads without dividing by the token count, which loss weights already include."""
     finalize_model_grads(chunks, None, **options)
 
 
@@ -81,9 +81,9 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks; wait for the device once.
+    """Sum metrics over micro-batches and data-parallel ranks, waiting for the device once.
 
-    Context-parallel ranks have equal sums. They are averaged, so that all ranks see the NaN or infinity of one.
+    Equal sums of context-parallel ranks are averaged, so that one rank's NaN or infinity reaches all.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

@@ -109,8 +109,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Return {address of a storage: its host copy}. Storages are listed anew at each call, because loading a checkpoint replaces
-        them."""
+        """Return {address of a storage: its host copy}. Storages are listed at each call, because loading a checkpoint replaces them."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {

@@ -15,9 +15,8 @@ REPLAYED = ("old_experts", "rollout_experts")
 
 @dataclass(frozen=True)
 class Routes:
-    """Expert choices of this rank's tokens in a micro-batch. They are kept with the micro-batch because layers may be recomputed and
-    pipeline stages interleave micro-batches, neither of which Megatron's RouterReplay supports.
-    """
+    """Expert choices of this rank's tokens, kept with their micro-batch. Layers may be recomputed and pipeline stages interleave
+    micro-batches; Megatron's RouterReplay supports neither."""
 
     places: torch.Tensor
     """[tokens] int64: index of each of this rank's tokens in the whole micro-batch."""

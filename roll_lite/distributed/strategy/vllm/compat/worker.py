@@ -208,7 +208,8 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo vLLM's packing, which permutes each expert's entries. Packed row and column numbers, digit by digit, reveal the permutation."""
+    """Undo vLLM's packing, which permutes each expert's entries. Packing row and column numbers, digit by digit, reveals the
+    permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
