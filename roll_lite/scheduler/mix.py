@@ -82,7 +82,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """{domain: planned groups whose prompt has not started, by their numbers over all batches}."""
+        """{domain: numbers (over all batches) of planned groups whose prompt has not started}."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -93,7 +93,7 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started, and whose number is below its domain's limit in `most`. Return (domain,
+        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`. Return (domain,
         number over all batches)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
@@ -118,8 +118,8 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return how many batches ahead the next batch with groups of this domain is: 1 for the next batch; `most` + 1 if none of the next
-        `most` batches has any."""
+        """Return how many batches ahead the domain's next groups are: 1 for the next batch; `most` + 1 if the next `most` batches have
+        none."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)

@@ -50,8 +50,8 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if no request has continued the row's last response yet. The first request to continue it extends this row; later ones start
-        new rows."""
+        """True if no request has continued the row's last response yet. The first request to do so extends this row; later ones start new
+        rows."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -64,8 +64,8 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually a single response.
 
-    The tree's branches become training sequences (rows). If several requests continue the same response, the first extends the response's
-    row, and each other request starts a new row, so that every response is trained in exactly one row.
+    Branches become training sequences (rows). If several requests continue one response, the first extends the response's row and the
+    others start new rows, so that every response is trained in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -79,11 +79,8 @@ class Conversation:
         wants_ids: bool = False,
         saved: Sequence[SavedTurn] = (),
     ) -> None:
-        """`so_far`: partial first response to continue.
-
-        `wants_ids`: return token ids of responses. `saved`: responses from a resumed checkpoint, which are returned if the episode sends
-        the same requests again.
-        """
+        """`so_far`: partial first response to continue. `wants_ids`: return token ids of responses. `saved`: responses from a resumed
+        checkpoint, which are returned if the episode sends the same requests again."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -98,11 +95,10 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens.
+        """Let the policy respond to tokens; RequestFailed on a failure.
 
-        Raises RequestFailed on a failure. `number`: number of this response, from 0. `after`: number of the response that the tokens
-        follow; None: the tokens are a prompt. `most`: maximum response tokens; None: all that the sample has left. `stop`: further stop
-        strings.
+        `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: the tokens are a prompt. `most`:
+        maximum response tokens; None: all that the sample has left. `stop`: further stop strings.
         """
         row = self._row(after)
         most = self._room(row, len(token_ids)) if most is None else most
@@ -124,8 +120,7 @@ class Conversation:
         return turn
 
     def _saved_turn(self, number: int, after: int | None, branches: bool, given: bytes) -> Turn | None:
-        """Return the saved response to the same request behind the same tokens. A request that differs makes all further saved responses
-        useless."""
+        """Return the saved response to the same request after the same tokens. A different request discards all further saved responses."""
         saved = self._saved.pop(number, None)
         if saved is None:
             return None
@@ -135,7 +130,7 @@ class Conversation:
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the episode's responses so far, and saved ones that the episode has not requested again since the resume."""
+        """Return the episode's responses so far, and saved responses not requested again since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
     def _row(self, after: int | None) -> _Row:
@@ -184,8 +179,8 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Number of attempts of a sample that may be lost with their workers before such losses count as retries, since other episodes may have
-killed the workers."""
+"""Attempts of a sample that may be lost with their workers before such losses count as retries. Other episodes may have killed the
+workers."""
 
 
 class EpisodeFailed(Exception):
@@ -207,8 +202,8 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a seed from a sample's identity and attempt. After a restart of the run, a prompt therefore gets the
-    same samples; a retry gets another sample."""
+    """Return a function that derives a seed from a sample's identity and attempt. A restarted run then generates the same samples of a
+    prompt; a retry generates another sample."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -245,10 +240,8 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score.
-
-        `queue`: name of the samples' queue in the router (default: the domain's name).
-        """
+        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router (default: the
+        domain's name)."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain

@@ -115,7 +115,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. An event counts for the batch being generated at that time: a slow sample may count in several
+    """Collects statistics per batch. An event counts for the batch generated at that time, so that a slow sample may count in several
     batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:

@@ -1,4 +1,4 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given the numbers that training
+"""Policies ("supplies") that limit how far generation runs ahead of training. They tell how many batches may start, given how many training
 has requested and received."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return how many of the run's batches may have started prompts, if training has requested `batches_requested` batches and received
+        """Return how many batches may have started prompts once training has requested `batches_requested` batches and received
         `handed_out`."""
         ...
 
@@ -62,7 +62,8 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained: no group becomes too old."""
+    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained, so that no group becomes too
+    old."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False
