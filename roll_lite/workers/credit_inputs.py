@@ -28,8 +28,7 @@ class SampleTable:
     trains: torch.Tensor
     """bool: train_weight > 0."""
     local: torch.Tensor
-    """[B] int64: index in this table of the sample of each of this rank's rows: `everyone.rewards[everyone.local]` are the rows'
-    rewards."""
+    """[B] int64: index in this table of each local row's sample. `everyone.rewards[everyone.local]` are the rows' rewards."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class CreditInputs:
 
 
 def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. A result
-    with one number per row counts for all policy tokens of the row."""
+    """Call the user's estimator. Return advantages and the critic's targets (None without a critic), [B, T-1], 0 where masked. One number
+    per row counts for all policy tokens of the row."""
     result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):

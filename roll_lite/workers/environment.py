@@ -31,7 +31,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds, beyond `turn_timeout_s`, until a worker that reports no timeout counts as lost."""
+"""Seconds beyond `turn_timeout_s` after which a worker that reports no timeout counts as lost."""
 
 
 class EnvironmentWorker:
@@ -66,7 +66,7 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if no other episode's environment was working in the lost process, so that this episode may have killed it."""
+    """True if no other episode's environment was working in the lost process: this episode may have killed the process."""
 
 
 @dataclass(eq=False)

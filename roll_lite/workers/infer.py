@@ -70,7 +70,7 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, because each measures
+        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, since each measures
         the free memory."""
         if self.rank % turns != turn:
             return
@@ -129,7 +129,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the engine's weights. If the update breaks off after some weights changed, the engine stays frozen until a complete
+        """Update the engine's weights. If an update breaks off after some weights changed, the engine stays frozen until a complete
         update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
@@ -176,10 +176,10 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await work of the engine, and raise MemberLost if it fails; a living engine is then given up.
+        """Await work of the engine. If it fails, give up a living engine, and raise MemberLost.
 
-        Two kinds of error are raised unchanged while the engine lives: TransferError, and any error before the first weight update, since
-        all engines would raise it.
+        Unless the engine is dead, two kinds of error are raised unchanged: TransferError, and any error before the first weight update,
+        which all engines would raise.
         """
         try:
             return await work
@@ -192,8 +192,8 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet for one engine number. `engine` is the engine with this number that the Fleet watches; after a
-    loss, it is replaced."""
+    """Member of the rollout service's Fleet for one engine number. `engine` is the current engine with this number; a replacement takes its
+    place after a loss."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
@@ -260,7 +260,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even if a signal has stopped it: it could be resumed and serve old weights."""
+        """Kill the worker, even if a signal has stopped it. A resumed worker would serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

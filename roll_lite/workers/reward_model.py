@@ -69,8 +69,8 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call this; only its head rank
-        returns results, other ranks None."""
+        """Return each text's score, or the reason why the text cannot be scored. All ranks of a model copy must call this; ranks other than
+        the head return None."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])

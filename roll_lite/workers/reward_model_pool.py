@@ -95,8 +95,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank dies or stops answering. Return the cause if it stopped answering; raise MemberLost if it died or was
-        restarted."""
+        """Wait until a rank stops answering, and return the cause. If a rank dies or is restarted, raise MemberLost."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -168,8 +167,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of a reward model, shared by domains; a batch may mix them. If a copy of the model loses a process, the samples on this copy
-    fail and it restarts."""
+    """Client of a reward model that domains share; a batch may mix their samples. If a copy of the model loses a process, its samples fail
+    and the copy restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -281,8 +280,8 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return the number of workers and ranks replaced since the last call. If domains share a model, the first caller gets the count of
-        its ranks."""
+        """Return the number of workers and ranks replaced since the last call. The ranks of a model that domains share count only for the
+        first caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

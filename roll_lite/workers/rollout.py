@@ -83,7 +83,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
+"""Thresholds that make garbage collection rare. With the defaults, collection takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before the engines start. Of a reward that needs a model or judge of this run, only
-        other components are tested."""
+        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, only its other
+        components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -291,8 +291,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`;
-        nothing if fewer than `least` exist."""
+        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`.
+        Return nothing for fewer than `least` groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -318,7 +318,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move an engine's requests to other engines, since its node will leave. Return once it has none."""
+        """Move an engine's requests to other engines, since its node will leave. Return once the engine has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
