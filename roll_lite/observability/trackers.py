@@ -113,7 +113,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps metrics in memory by step. Records are replaced, never changed, since another thread may read them."""
+    """Keeps metrics in memory by step. Records are replaced, never changed, because another thread may read them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -165,8 +165,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call `call` for each tracker. A tracker that fails is dropped or, with `extra` (name of an optional kind of data), gets no more
-        data of this kind."""
+        """Call `call` for each tracker. A failing tracker is dropped or, with `extra` (name of an optional kind of data), gets no more data
+        of this kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -197,7 +197,7 @@ OTEL_QUEUE = 1 << 16
 
 
 class WandbTracker(Tracker):
-    """Logs to Weights & Biases, with the step as a metric: W&B's own step must not decrease, but resumed runs repeat steps."""
+    """Logs to Weights & Biases, with the step as a metric. W&B's own step must not decrease, but resumed runs repeat steps."""
 
     def __init__(self, run: TrackedRun, **args: Any) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reads it when it is imported
@@ -247,7 +247,7 @@ class MlflowTracker(Tracker):
 
         self._metric = Metric
         self._again = ""
-        """Suffix of sample files in a resumed run, which may repeat steps: MLflow would append to the earlier file."""
+        """Suffix of sample files in a resumed run. Such a run may repeat steps, and MLflow would append to the earlier file."""
         self._client = MlflowClient(tracking_uri)
         if run.id is not None:
             self.run_id = run.id
@@ -430,8 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings for trackers: without the section `trackers`, and with `${oc.env:NAME}` for the values of environment variables
-    with secret-like names."""
+    """Return the settings for trackers, without the section `trackers`. Values of environment variables with secret-like names become
+    `${oc.env:NAME}`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

@@ -47,7 +47,7 @@ PAGE = """
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
     FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
-"""Query of one page of samples. It finds the page's row ids first, so that texts are read for this page only."""
+"""Query of one page of samples. The page's row ids are found first, so that texts are read for this page only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -117,7 +117,7 @@ class SampleIndex:
         self.changes += 1
 
     def _stamp(self, name: str) -> str:
-        """Return sizes and modification times of file `name` in samples/ and in credit/ (advantages of the same samples), as a text to
+        """Return sizes and modification times of file `name` in samples/ and credit/ (advantages of the same samples), as a text to
         compare."""
         states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
@@ -148,8 +148,8 @@ class SampleIndex:
 
 
 def conditions(given: Given) -> tuple[str, list[Any]]:
-    """Return (SQL condition, its values) for filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. Raise ValueError if
-    a bound is not a number."""
+    """Return (SQL condition, its values) for filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError if a
+    bound is not a number."""
     parts: list[str] = ["true"]
     values: list[Any] = []
     for name, wanted in given.items():
