@@ -261,8 +261,8 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generatio
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Return a message if the EOS or padding token is outside the vocabulary. Without `vocab_size`, only read the files; ValueError if one
-    is broken."""
+    """Return a message if the EOS or padding token is outside the vocabulary. Without `vocab_size`, only read the files. ValueError if a
+    file is broken."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():
