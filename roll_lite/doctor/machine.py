@@ -29,8 +29,7 @@ from roll_lite.pipeline.shortages import check_machine as find_shortages
 from roll_lite.sandbox.pool import Sandbox, SandboxTrouble
 
 PORTS = 6379, 8265, 8700
-"""Default ports of Ray's head node, its dashboard and `roll-lite view`. A run that starts its own Ray takes ports that the system
-chooses."""
+"""Default ports of Ray's head node, its dashboard and `roll-lite view`. A run's own Ray takes ports that the system chooses."""
 TAKEN = "if that is neither Ray nor `roll-lite view`, give those another --port"
 ABSENT = "not installed"
 INSTALL = "install the versions of a lock file (roll-lite docs environment), or pip install"
