@@ -26,7 +26,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Function from this rank's `row_moments` [B, 3] to (shift, scale). (x - shift) * scale is whitened over the global batch."""
+"""Function from this rank's `row_moments` [B, 3] to (shift, scale): (x - shift) * scale is whitened over the global batch."""
 
 
 def recurrence(
@@ -159,8 +159,8 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Write a row's (count, sum, sum of squared deviations). `total` and `squares` sum differences from `origin` (one entry), which stay
-    precise if all entries share a large offset."""
+    """Write a row's (count, sum, sum of squared deviations). `total` and `squares` sum differences from `origin` (one entry), for precision
+    if entries share a large offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))

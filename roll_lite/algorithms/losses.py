@@ -299,8 +299,8 @@ class ValueLoss:
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Return half the squared error of values against returns. With `clip` (PPO), return the larger of this error and the error of values
-    limited to old_values +- clip."""
+    """Return half the squared error of values against returns or, with `clip` (PPO), the larger of this and the error of values limited to
+    old_values +- clip."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
