@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has several rows if its agent's conversation branched. A batch has the column `branch` only if
-some sample has several rows."""
+"""Map samples to training rows. A sample has several rows if its agent's conversation branched; only batches with such samples have the
+column `branch`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its sample, in
-    the order of turns)."""
+    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its sample, by
+    turn)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Keep each sample's first row. Its `response_length` becomes the sum over the sample's rows, `min_version` the minimum, `max_version`
-    and `policy_tokens` the maximum (max_tokens limits each row)."""
+    """Keep each sample's first row. Of all its rows, `response_length` is summed, `min_version` is the minimum, `max_version` and
+    `policy_tokens` are the maximum (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

@@ -68,7 +68,7 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plans few micro-batches of about equal cost, so that ranks wait little. Each has at most `tokens` tokens, or a single row."""
+    """Plans few micro-batches of about equal cost, so that ranks wait little. Each has at most `tokens` tokens, or one row."""
 
     tokens: int
     rows: int | None = None
@@ -123,7 +123,7 @@ class MicroBatchPlan:
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
         """Return the plan for rows of these lengths. `agree` returns a number's maximum over the ranks that must run equally many
-        micro-batches (None: no other ranks)."""
+        micro-batches."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -138,7 +138,7 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Split a batch into micro-batches; empty ones come last."""
+        """Split a batch into micro-batches, empty ones last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))

@@ -14,7 +14,7 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Rows of different lengths in host memory. Row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1] int64. `values`: [sum of
-    lengths, ...]; never written in place."""
+    lengths, ...], never written in place."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -82,7 +82,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join rows. If entries are vectors [k], they are padded with `fill` to the largest k; without `fill`, all must have the same k."""
+        """Join rows. Entries that are vectors [k] are padded with `fill` to the largest k; without `fill`, all must have the same k."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]

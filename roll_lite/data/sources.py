@@ -55,8 +55,7 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Return a path's data files. ValueError for a folder whose data files differ in format or split, unless Hugging Face `datasets` saved
-    it."""
+    """Return a path's data files. ValueError for a folder with different formats or splits, unless Hugging Face `datasets` saved it."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -92,8 +91,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if file names tell several splits (held-out rows would be trained on), or tell none and differ in more than digits
-    and punctuation."""
+    """Raise ValueError if file names tell several splits, or tell none and differ in more than digits and punctuation: held-out rows would
+    be trained on."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
