@@ -47,7 +47,7 @@ class ClusterSpec:
     log_folder: Path | None = None
     timeout_s: float | None = None
     initial_ranks: int | None = None
-    """Number of ranks that start with the cluster; None: all. Later ranks start when devices become free; until then they count as lost."""
+    """Number of ranks that start with the cluster; None: all. Later ranks start when devices become free, and count as lost until then."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:

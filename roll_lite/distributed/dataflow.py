@@ -92,8 +92,8 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """{column: (indices, positions)}, two arrays over batch rows: the index in `_refs` of the object that holds the row's value
-        (NOWHERE: none), and the row's position in that object."""
+        """{column: (indices, positions)} over batch rows: index in `_refs` of the object that holds the row's value (NOWHERE: none), and
+        the row's position in that object."""
         self.add(blocks)
 
     def __len__(self) -> int:

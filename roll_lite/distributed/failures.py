@@ -37,8 +37,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return a copy that is not retryable, so that the run ends. The message names the number of restarts and the `setting` that limits
-        them."""
+        """Return a copy that is not retryable, so that the run ends. The message names the restarts and the `setting` that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())

@@ -1,5 +1,5 @@
-"""Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost, in one event loop. For training ranks,
-which die together, see `RankGroup`."""
+"""Fleet: independent members (engines, reward workers, judge servers) that are restarted when lost, in one event loop. Training ranks,
+which die together, form a `RankGroup`."""
 
 from __future__ import annotations
 

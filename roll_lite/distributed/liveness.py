@@ -11,10 +11,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Measures how long a process is silent.
-
-    Each `look` adds the time since the last `look`, at most `most_s`, so that pauses of the observing process hardly count.
-    """
+    """Measures how long a process is silent. Each `look` adds the time since the last `look`, at most `most_s`, so that pauses of the
+    observer hardly count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -40,8 +38,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy`: if
-        True, the process is not checked."""
+        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy`: skip
+        the check if True."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask

@@ -99,8 +99,7 @@ class Pending(Generic[T]):
                 self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """Return the monotonic time at which waiting ends. The default is the cluster's limit, except inside phases, which have their own
-        limit."""
+        """Return the monotonic time at which waiting ends. The default is the cluster's limit, except in phases with their own limit."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 

@@ -81,7 +81,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""A process counts as stopped if STOPPED_LOOKS polls in a row find it stopped. A process that is only slow runs at some poll."""
+"""A process counts as stopped if STOPPED_LOOKS polls in a row find it stopped. A slow process runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 
 

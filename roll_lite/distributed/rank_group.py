@@ -31,7 +31,7 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Start a heartbeat call if one is due, or look for the open call's answer. Return the seconds that the open call has waited, else
+        """Start a heartbeat call if one is due, or look for the open call's answer. Return the open call's waiting time in seconds, else
         0."""
         if self._question is None:
             if time.monotonic() >= self._next:
@@ -162,7 +162,7 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Groups to watch. The references are weak: Ray ends the actors of a discarded group only when no handle to them is left."""
+        """Groups to watch, by weak references: Ray ends the actors of a discarded group only when no handle to them is left."""
         self.overlooked: Sequence[str] = ()
         """Names of groups whose deaths and silence are ignored (in an `overlooking` block)."""
         self.errands: dict[str, Callable[[], None]] = {}
@@ -195,8 +195,8 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return {Ray reference that is ready when a rank dies: (its group, rank)}. Overlooked groups and groups with `live_alone` are left
-        out."""
+        """Return {Ray reference that is ready when a rank dies: (its group, rank)}, without overlooked groups and groups with
+        `live_alone`."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 

@@ -154,8 +154,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: the cluster recorded by `ray start`, else the only cluster on this machine, without private clusters
-    of runs."""
+    """Return the address for `auto`: the cluster recorded by `ray start`, else the only cluster on this machine. Private clusters of runs
+    do not count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -276,7 +276,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block. Ray's reports of dead servers are not printed, since the run reports them."""
+    """Limit the time of ray.init in the block, and hide Ray's reports of dead servers, which the run reports itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None

@@ -25,10 +25,8 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD, after which adopted orphans stay zombies.
-
-    Ray 2.60 with its subreaper ignores SIGCHLD, so that subprocess reports exit code 0 for every child.
-    """
+    """Restore the default handling of SIGCHLD (adopted orphans then stay zombies). Ray 2.60 with its subreaper ignores SIGCHLD, so that
+    subprocess reports exit code 0 for every child."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
@@ -61,8 +59,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans in a row find none. A dying process may start another, and a process's environment
-    is empty during exec."""
+    """Kill the session's processes until several scans in a row find none. A dying process may start another; during exec, a process's
+    environment is empty."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:

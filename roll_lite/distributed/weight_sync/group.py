@@ -65,7 +65,7 @@ _LONGER = 1.2
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Store key of the newest epoch. Only `interrupt` writes it, and only member 0 writes _EPOCH. With one writer, a key's epoch never
+"""Store key of the newest epoch, written only by `interrupt`; only member 0 writes _EPOCH. With one writer, a key's epoch never
 decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
@@ -126,7 +126,7 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle with which the receiver opens the sender's buffer. In a receiver's `done` announcement: all handles still in use, separated by
+    """Handle by which the receiver opens the sender's buffer. In a receiver's `done` announcement: handles still in use, separated by
     spaces."""
 
 

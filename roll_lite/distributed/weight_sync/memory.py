@@ -45,7 +45,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that more buckets fit into a reused segment. Untouched pages take no memory."""
+    """Round up to a power of two, so that reused segments fit more buckets. Untouched pages take no memory."""
     return 1 << (nbytes - 1).bit_length()
 
 

@@ -178,8 +178,8 @@ def _require_one_owner(export: ExportPlan) -> None:
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if every worker holds a part of every
-    expert."""
+    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if experts are sharded over all
+    workers."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

@@ -101,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files on the coordinating rank. Return {path of the index: its record}; empty on other ranks."""
+        """Write the index of all ranks' files on the coordinating rank. Return {path of the index: its record} there, {} on other ranks."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -111,9 +111,8 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Save by a background process.
-
-    `files`: files of this rank; files that are already written are only flushed and recorded. `finish` is collective."""
+    """Save by a background process. `files`: this rank's files; files already written are only flushed and recorded. `finish` is
+    collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -71,8 +71,7 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's load-balancing loss (summed over rows). Return its share of the training objective: the loss times coef /
-        rows."""
+        """Record a layer's load-balancing loss (summed over rows). Return its share of the training objective: loss * coef / rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 

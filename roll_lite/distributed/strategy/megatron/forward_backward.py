@@ -32,8 +32,8 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward and backward. Gradients are summed over micro-batches and data-parallel ranks. `on_head(stage output,
-    input)` returns (loss, value); the last pipeline stage returns the values, other stages []."""
+    """Run micro-batches forward and backward, and sum gradients over micro-batches and data-parallel ranks. `on_head(stage output, input)`
+    returns (loss, value). The last pipeline stage returns the values, other stages []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)

@@ -64,8 +64,8 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor. A bucket has at most `bucket_bytes`, unless a
-    tensor is larger."""
+    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor. A bucket has at most `bucket_bytes`, or one
+    tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -158,8 +158,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: the parameter, joined over
-        ranks that share a key/value head."""
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: joined over ranks that
+        share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
@@ -216,8 +216,8 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder (collective) and return this rank's files. `source`: the model's folder. `read`: returns a parameter's
-    values. `write`: writes a file's bytes."""
+    """Write a Hugging Face folder (collective) and return this rank's files. `source`: the model's folder. `read` returns a parameter's
+    values; `write` writes a file's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}

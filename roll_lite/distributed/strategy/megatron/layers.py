@@ -47,8 +47,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class SdpaAttention(MegatronModule):
-    """Causal grouped-query attention within packed rows, optionally with a sliding window: [tokens, 1, heads, head_dim] -> [tokens, 1,
-    heads * head_dim]. Context-parallel ranks gather keys and values."""
+    """Causal grouped-query attention within packed rows, with an optional sliding window: [tokens, 1, heads, head_dim] -> [tokens, 1, heads
+    * head_dim]. Context-parallel ranks gather keys and values."""
 
     def __init__(
         self,

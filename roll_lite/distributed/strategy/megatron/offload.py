@@ -1,7 +1,7 @@
 """Offload weights, gradients and optimizer state to the host.
 
-Storages are emptied in place, so views stay valid. Loads run on their own stream; `require` makes computation wait for them. Host copies
-are reused until the state changes.
+Storages are emptied in place, so that views stay valid. Loads run on their own stream, for which computation waits in `require`. Host
+copies are reused until the state changes.
 """
 
 from __future__ import annotations

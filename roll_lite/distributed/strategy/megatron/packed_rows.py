@@ -116,8 +116,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows, with a row of padding up to a multiple of `tokens_divisor`. Return (this rank's token ids, layout, split over
-    context-parallel ranks)."""
+    """Pack rows, with a row of padding up to a multiple of `tokens_divisor`. Return (this rank's token ids, layout, context-parallel
+    split)."""
     missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -45,8 +45,7 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]. Scores come from the router even for replayed ids, so that the
-        router gets gradients."""
+        """Return (scores, expert ids), both [tokens, experts per token]. The router scores replayed ids too, so that it gets gradients."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own

@@ -124,10 +124,7 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, added up block by block; None if not needed.
-
-    The gradient of hidden states is this rank's partial sum.
-    """
+    """Gradients of hidden states (this rank's partial sum) and of the output weight, added up block by block; None if not needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

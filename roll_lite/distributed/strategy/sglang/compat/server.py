@@ -77,7 +77,7 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request. New tokens are then reported only at the end, when SGLang tells which weights
+    """True once weights have changed during the request. New tokens are then reported only at the end, when SGLang reports which weights
     generated them."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or the request has ended."""

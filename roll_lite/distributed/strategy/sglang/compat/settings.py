@@ -166,7 +166,7 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """Raise ValueError if the longest request does not fit into the KV cache: SGLang would cut its response. SGLang keeps one page and one
+    """Raise ValueError if the KV cache is too small for the longest request, whose response SGLang would cut. SGLang keeps one page and one
     token free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:

@@ -26,7 +26,7 @@ STOP_IDS = 120
 
 
 def adapters_request() -> LoRARequest:
-    """Build the request that selects the trained adapter. Its path is a placeholder: vLLM reads a path only if no adapter is loaded."""
+    """Build the request that selects the trained adapter. The path is a placeholder: vLLM reads it only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
@@ -141,8 +141,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in tokens generated before a resume. The detokenizer then starts with these tokens, which end
-    the prompt."""
+    """Make vLLM find stop strings that begin in tokens generated before a resume: its detokenizer starts with these tokens, which end the
+    prompt."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
