@@ -89,8 +89,8 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the staleness limit of the domain's next batch: the smallest `batches_requested` at admission with which a group is not
-        too old for this batch."""
+        """Return the staleness limit of the domain's next batch: groups admitted at a smaller `batches_requested` are too old for this
+        batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

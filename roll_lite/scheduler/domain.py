@@ -19,11 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many groups in a row are lost (all samples failed). If larger, 3 times the domain's groups per batch is the
-limit."""
+"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch, if larger."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""The run also fails if at least this fraction of the latest groups is lost, counted over LONG_WINDOW_FACTOR times the limit above."""
+"""The run also fails if at least this fraction of the latest groups is lost. The window is LONG_WINDOW_FACTOR times the limit above."""
 
 
 class DomainFailed(RuntimeError):
@@ -69,8 +68,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches that training had requested when `group` was admitted. The staleness of continued samples counts from this
-    number."""
+    """Batches that training had requested when `group` was admitted. The staleness of continued samples counts from this number."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -79,7 +77,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Number of batches that training had requested when the group was admitted. The group's staleness counts from this number."""
+    """Batches that training had requested when the group was admitted. Its staleness counts from this number."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -125,8 +123,7 @@ class DomainScheduler:
         """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of the running group that the current batch waits for, because the group would be too old for the next batch; else
-        None."""
+        """Number of a running group that the current batch waits for, since this group would be too old for the next batch; else None."""
 
     @property
     def running(self) -> int:
@@ -346,8 +343,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups again. A group admitted at `minimum_admission_batch` or later continues from its
-        `saved` samples; other groups start from the prompt."""
+        """Restore the state and queue undelivered groups again. Groups admitted at `minimum_admission_batch` or later continue from their
+        `saved` samples; others start from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:

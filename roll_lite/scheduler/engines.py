@@ -57,7 +57,7 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Number of blocks that the engine holds ready for the next calls. A block is a table with the tokens of several samples."""
+    """Number of blocks (tables with the tokens of several samples) that the engine holds ready for the next calls."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 

@@ -30,7 +30,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""If this many engines die while running a request, the request is given up, since it may have killed them."""
+"""A request is given up if this many engines die while running it, since it may have killed them."""
 
 
 class RequestFailed(Exception):

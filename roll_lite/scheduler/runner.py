@@ -50,8 +50,7 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if no request has continued the row's last response yet. The first request to do so extends this row; later ones start new
-        rows."""
+        """True if no request has continued the row's last response. The first such request extends this row; later ones start new rows."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -80,7 +79,7 @@ class Conversation:
         saved: Sequence[SavedTurn] = (),
     ) -> None:
         """`so_far`: partial first response to continue. `wants_ids`: return token ids of responses. `saved`: responses from a resumed
-        checkpoint, which are returned if the episode sends the same requests again."""
+        checkpoint, returned if the episode sends the same requests again."""
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
@@ -179,8 +178,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Attempts of a sample that may be lost with their workers before such losses count as retries. Other episodes may have killed the
-workers."""
+"""Attempts of a sample that may be lost with their workers (other episodes may have killed these) before such losses count as retries."""
 
 
 class EpisodeFailed(Exception):
@@ -202,8 +200,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a seed from a sample's identity and attempt. A restarted run then generates the same samples of a
-    prompt; a retry generates another sample."""
+    """Return a function that derives a seed from a sample's identity and attempt, so that a restarted run generates the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -225,7 +222,7 @@ class RewardClient(Protocol):
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. A sample that fails for good is returned as failed, with the cause."""
+    """Generates and scores samples of one domain. A sample that fails permanently is returned as failed, with the cause."""
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided by the domains' shares. The batch is smaller if filter tries or prompts run out."""
+        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -270,8 +270,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return {group number: {index: state}} of the samples that were undelivered in `state` (an earlier `state_dict`), with current
-        tokens and scores."""
+        """Return {group number: {index: state}} of the samples undelivered in `state` (an earlier `state_dict`), with current tokens and
+        scores."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

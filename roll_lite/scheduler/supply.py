@@ -1,5 +1,5 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training. They tell how many batches may start, given how many training
-has requested and received."""
+"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given how many training has
+requested and received."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained, so that no group becomes too
-    old."""
+    """Starts new prompts as earlier ones end. At most max_staleness + 1 batches are started but not trained: no group becomes too old."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = False

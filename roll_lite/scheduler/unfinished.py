@@ -49,8 +49,7 @@ class SavedSample:
     failure: str | None = None
     timed_out: bool = False
     turns: tuple[SavedTurn, ...] = ()
-    """Responses so far of an unfinished episode. After a resume they are returned again, as long as the environment sends the same
-    requests."""
+    """Responses so far of an unfinished episode, returned again after a resume if the environment sends the same requests."""
 
     @staticmethod
     def of(sample: Sample) -> SavedSample:
@@ -74,8 +73,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save in a checkpoint. While its response is being generated, its tokens are those of `request` (context and prompt) and
-    then of `parts`."""
+    """Sample to save in a checkpoint. While its response is generated, its tokens are those of `request` (context and prompt), then of
+    `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None
