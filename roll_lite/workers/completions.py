@@ -23,8 +23,8 @@ real token's would be lost."""
 
 
 TURN_LINGER_S = 0.005
-"""Maximum seconds that `collect` waits for more completions while environments wait for responses. Short, since the wait delays every
-turn."""
+"""Maximum seconds that `collect` waits for more completions while environments wait for responses; short, since every turn waits as
+long."""
 
 
 class _Ready(NamedTuple):
@@ -143,8 +143,8 @@ class CompletionPump:
             await asyncio.wait(self._running)
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Return completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for the
-        first completion, then up to `linger_s` for more."""
+        """Return completions and progress since the last call, and at most `most_blocks` token blocks. Wait up to `max_wait_s` for a
+        completion, then up to `linger_s` for more."""
         if not self._ready and not self._generated and self._strategy.life.failure is None:
             self._changed.clear()
             try:

@@ -1,5 +1,5 @@
-"""Compute the advantages of one rank's rows. Group baselines need the whole batch. Therefore all ranks, even those without rows, all-gather
-rewards and group numbers."""
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch: all ranks, even without rows, all-gather rewards and
+group numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ or be 0."""
+"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
     """Return a function from the moments of this rank's rows to (mean, 1 / standard deviation) over all ranks' training tokens. Rows with
-    non-finite moments are left out."""
+    non-finite moments do not count."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])

@@ -33,8 +33,7 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """Argument of a user's advantage estimator: the rank's padded rows (B may be 0). In [B, T-1] tensors, values where the mask is 0 are
-    arbitrary."""
+    """Argument of a user's advantage estimator: the rank's padded rows (B may be 0). In [B, T-1] tensors, masked values are arbitrary."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""

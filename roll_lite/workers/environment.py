@@ -106,11 +106,11 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
+    """Plays the episodes of one domain, each in the worker with the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, which send requests only once all samples
-        wait for a response."""
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, where all samples must wait before any
+        request is sent."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment

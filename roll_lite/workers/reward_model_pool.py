@@ -60,8 +60,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that restart together: all ranks with Megatron, a single rank with hf. Ray restarts the processes; `start`
-    then loads the model."""
+    """Ranks of a reward model that restart together: all ranks with Megatron, one rank with hf. Ray restarts the processes; `start` loads
+    the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -73,7 +73,7 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first call of `start`: the driver has loaded the model. Later calls, after a loss, load it."""
+        """True until the first call of `start`, before which the driver has loaded the model. Later calls, after a loss, load it."""
         self._is_gone = False
         self._was_killed = False
 
@@ -110,7 +110,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks, so that Ray restarts them. Connected ranks are all killed, since they cannot accept a single new rank."""
+        """Kill the ranks, so that Ray restarts them. Of connected ranks all are killed, since they cannot accept a single new rank."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -280,8 +280,8 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return the number of workers and ranks replaced since the last call. The ranks of a model that domains share count only for the
-        first caller."""
+        """Return the number of workers and ranks replaced since the last call. Ranks of a model that domains share count for the first
+        caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

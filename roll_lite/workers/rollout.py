@@ -191,7 +191,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. Errors end the run early."""
+        """Test each domain with a canned response to up to three prompts, by scoring and playing episodes. Errors end the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -203,7 +203,7 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, only its other
+        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, only other
         components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
@@ -291,8 +291,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`.
-        Return nothing for fewer than `least` groups."""
+        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without groups in `known`; nothing
+        for fewer than `least`."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -405,8 +405,8 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive top-k,
-    top-p and min-p."""
+    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive
+    truncation."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

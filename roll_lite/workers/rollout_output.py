@@ -116,8 +116,8 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: weight of its
-    reward}."""
+    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: its reward's
+    weight}."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))

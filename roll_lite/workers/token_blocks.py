@@ -53,8 +53,8 @@ class TokenRecord:
         return replace(self, mask=np.zeros_like(self.mask), log_probs=np.zeros_like(self.log_probs), extra=extra)
 
     def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
-        """Fill unknown expert ids with `experts`, which the engine reported. Known ids stay, because sampling used them; a prefill may
-        choose other experts."""
+        """Fill unknown expert ids with `experts`, as reported by the engine. Known ids stay, since sampling used them; a prefill may choose
+        others."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _unknown(EXPERTS, max(0, len(self) - len(experts)))])
@@ -93,8 +93,8 @@ class TokenRecord:
 
 
 async def joined_block(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> DataProto:
-    """Return a block with one row: a sample's tokens so far (earlier turns, prompt and response). `parts`: pieces of the response, whose
-    dummy first tokens are dropped."""
+    """Return a block with one row: a sample's tokens so far (earlier turns, prompt and response). `parts`: pieces of the response, with
+    dummy first tokens."""
     rows = [*([] if request.context is None else [request.context]), *parts]
     blocks = {row.block: await fetch(row.block) for row in rows}
     columns = [name for name in EXTRA_COLUMNS if name in blocks[parts[0].block]]

@@ -23,7 +23,7 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, joined_re
 
 
 def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str], fetch: Fetch) -> bytes:
-    """Return a Parquet file of the samples in `found`, {group: {index: sample}}. Samples without tokens, or with lost tokens, are left
+    """Return a Parquet file of the samples in `found`, {group: {index: sample}}. Samples without tokens or with lost tokens are left
     out."""
     samples = [(group, index, one) for group, of_group in found.items() for index, one in of_group.items()]
     references = list(dict.fromkeys(row.block for *_, one in samples for row in _rows_of(one)))
