@@ -47,8 +47,8 @@ class RunHealth:
     """Finds signs of failing training (SIGNS) in the metrics. A sign is reported once; later steps that show it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: warn if all groups have equal rewards, which give no gradient with GRPO. `domains`: if there are several, some
-        signs are also checked in each."""
+        """`compares_groups`: warn if all groups have equal rewards (no gradient with GRPO). `domains`: if several, some signs are also
+        checked in each."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

@@ -26,8 +26,8 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
-    """Metrics with the number of items, for a mean whose sum a loss function reports. The first reported metric is used. Empty: each
-    optimizer step is one item."""
+    """Metrics with the number of items, for a mean whose sum a loss function reports; the first reported one is used. Empty: each optimizer
+    step is an item."""
     shown: bool = True
     """False for metrics that are only inputs of derived metrics."""
 

@@ -123,7 +123,7 @@ class SampleIndex:
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; a leading `-` sorts
+        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; `-` before it sorts
         the largest first."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
@@ -132,7 +132,7 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Count the samples that match the filters `given`, by value of a column, each with mean score and share of correct samples."""
+        """Count the samples that match the filters `given`, by value of a column, with mean score and share of correct samples."""
         if by not in (*WORDS, *NUMBERS, "part"):
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}, part")
         where, values = conditions(given)

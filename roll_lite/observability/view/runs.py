@@ -24,7 +24,7 @@ PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "a
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return {name: folder} of the runs at `places`: runs' folders, or folders that hold runs. ValueError for a place without runs."""
+    """Return {name: folder} of the runs at `places` (runs' folders, or folders that hold runs). ValueError for a place without runs."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
