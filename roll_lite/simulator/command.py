@@ -39,7 +39,7 @@ class Question:
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Simulate the configuration (with `compare`, also alternatives) and print the results. Return the exit code: 0, or 2 for an unusable
+    """Simulate the configuration (and alternatives, with `compare`) and print results. Return the exit code: 0, or 2 for an unusable
     argument."""
     try:
         if question.picture is not None:

@@ -71,7 +71,7 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in an engine. All running requests decode at the same pace and share a counter: a request has generated
+    """Request in an engine. Running requests decode at the same pace and share a counter: a request has generated
     `SimulatedEngine._decoded_per_request - decoded_at_start` tokens."""
 
     asked: Asked
@@ -91,8 +91,8 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Simulated engine behind the router's EngineClient interface. `length(request)`: tokens of the response before max_tokens cuts it.
-    `spans`: list that receives the Spans of its requests; None: not recorded."""
+    """Simulated engine behind the router's EngineClient interface. `length(request)`: response tokens before the cut at max_tokens.
+    `spans`: list that receives the Spans of its requests."""
 
     def __init__(
         self,

@@ -66,8 +66,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Time, summed over domains, without starts of prompts for later batches, because a batch or more of the domain's samples waited for
-    scores."""
+    """Time, summed over domains, in which prompts for later batches did not start, because a batch or more of samples waited for scores."""
     early: int = 0
     exhausted: bool = False
 
@@ -218,8 +217,8 @@ class _Simulation:
             self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation. One pass runs at a time, over
-        groups that will be in the batch."""
+        """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation, one pass at a time, over groups
+        that will be in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]
