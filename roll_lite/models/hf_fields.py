@@ -126,7 +126,7 @@ def architecture(family: str, head: str) -> str:
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return RoPE settings with rope_type and rope_theta; ValueError if unsupported. transformers 5 writes rope_parameters, earlier
-    versions write rope_theta and rope_scaling."""
+    versions rope_theta and rope_scaling."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for name, given in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(given, Mapping):

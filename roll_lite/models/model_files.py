@@ -154,7 +154,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message if the dtype or shape of the tensor `name` is wrong, else None. `by`: file that gives the wanted shape."""
+    """Return a message if the dtype or shape of the tensor `name` is wrong. `by`: file that gives the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
