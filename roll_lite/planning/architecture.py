@@ -78,7 +78,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
 
 
 def of_scorer(path: Path) -> Architecture | None:
-    """Return the architecture of a reward model or judge; None if the model is neither local nor a known public model."""
+    """Return the architecture of a reward model or judge; None if the model is neither local nor a known public one."""
     try:
         return find(path, "", None)
     except ValueError:

@@ -46,7 +46,7 @@ class PhaseMemory:
     phase: Phase
     devices: tuple[int, ...]
     roles: Mapping[str, int]
-    """Bytes that each role needs on a device. Of offloaded roles that are loaded in turns, `total` counts only the largest."""
+    """Bytes that each role needs on a device. Of offloaded roles loaded in turns, `total` counts only the largest."""
     total: int
 
 
@@ -124,7 +124,7 @@ def rows(count: int, prompt: int, longest: int, columns: tuple[str, ...]) -> Dat
 
 
 def engine_memory(config: RunConfig, model: Architecture, device_bytes: float) -> RankMemory:
-    """Estimate an engine's memory: weights and activations. The KV cache gets the rest of the GPU memory that the engine may use."""
+    """Estimate an engine's memory: weights and activations. The KV cache gets the rest of the engine's GPU memory."""
     role = config.actor_infer
     return _serving_memory(role.strategy, model, number_bytes(config), device_bytes / role.replicas_per_device)
 

@@ -130,7 +130,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try up to TRIED layouts on `devices` devices, in order of estimated speed, until LISTED of them fit. Return the plans that fit."""
+    """Try up to TRIED layouts on `devices` devices, fastest estimates first, until LISTED of them fit. Return the plans that fit."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
@@ -191,8 +191,7 @@ def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Ite
 
 
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
-    """Print the plan or, with --search, the layouts that fit. Return the exit code: 0 if everything fits, 1 if not, 2 for an unusable
-    argument."""
+    """Print the plan or, with --search, the layouts that fit. Return the exit code: 0 if all fits, 1 if not, 2 for an unusable argument."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # warns of experts in every traced layer
     try:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]
