@@ -99,7 +99,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Return the path's kind; None if it does not exist. ValueError for circular links, a name too long, a folder without permission."""
+    """Return the path's kind; None if it does not exist. ValueError for circular links, overlong names, folders without permission."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -46,7 +46,7 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit, since the
+    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit: the
     receiving node uses its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def fetch(path: Path, tell: Tell = _to_stderr) -> None:
 
 
 def config_notation(path: Path) -> str:
-    """Return the path in the notation of configurations: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
+    """Return the path as configurations name it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
