@@ -76,8 +76,8 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 
 
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Report a training folder that contains validation files (held-out rows would be trained on), unless it is also given as validation
-    data."""
+    """Report a training folder that contains validation files, since held-out rows would be trained on; except if the folder itself is also
+    validation data."""
     train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
     for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):

@@ -41,8 +41,8 @@ class DumpHeader:
     tokenizer: str
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """{domain: number of training `samples`, and `longest_prompt`, `longest_response` and `longest_row` (both) in tokens}. Older dumps lack
-    `longest_row`."""
+    """{domain: {`samples`: number of training samples; `longest_prompt`, `longest_response`, `longest_row` (prompt and response): tokens}}.
+    Older dumps lack `longest_row`."""
     baselines: bool
     stats: dict[str, Any]
 

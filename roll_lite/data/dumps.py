@@ -102,7 +102,7 @@ def write_dump(
 
     `groups`: all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the token ids that
     truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's rewards by
-    turn, for the column turn_rewards (None: no such column).
+    turn; None: omit the column turn_rewards.
     """
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})

@@ -42,7 +42,7 @@ def cut_mini_batches(
     """Shuffle the batch anew in each epoch, by `seed` and epoch, and split it into `mini_batches` mini-batches. Rows with train_weight 0
     and empty mini-batches are dropped.
 
-    `samples`: row numbers, which mini-batches list. `owners`: number of each row's sample (None: each row is a sample). A sample's rows
+    `samples`: row numbers to list in the mini-batches. `owners`: number of each row's sample (None: each row is a sample). A sample's rows
     stay in one mini-batch, and count as one sequence in the loss unless `rows_are_sequences`.
     """
     cut: list[MiniBatch] = []

@@ -158,7 +158,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Render a row's prompt; None if the row is left out. ValueError if it is unusable."""
+        """Render a row's prompt; None if the row is left out. ValueError for an unusable row."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1

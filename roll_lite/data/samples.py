@@ -312,7 +312,7 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """True if the response is correct; None: it is if value >= 1 - 1e-6."""
+    """True if the response is correct. None: the response counts as correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
