@@ -77,8 +77,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Advance `silent_s` (since the last answer) and `waited_s` (since the last question) by the time since the last call. At most
-        `most_s` is added (None: 2 * `look_s`), so that pauses of this process hardly count."""
+        """Add the time since the last call to `silent_s` (since the last answer) and `waited_s` (since the last question). At most `most_s`
+        (default: 2 * `look_s`) is added, so that pauses of this process hardly count."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 

@@ -265,8 +265,8 @@ def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str, bla
 
 
 def at_fault(ranks: Sequence[int], stands: Mapping[int, Stand]) -> int:
-    """Return the rank to blame for a hang: the first rank without a Stand (its collectives and stack traces), else a rank for which others
-    wait and which waits for none. A rank waits for ranks of its process groups that have begun fewer collectives."""
+    """Return the rank to blame for a hang: the first rank without a Stand (report of its collectives), else the first rank that others wait
+    for and that waits for no rank. In a process group, ranks that have begun more collectives wait for ranks that have begun fewer."""
     if silent := [rank for rank in ranks if rank not in stands]:
         return silent[0]
     numbers: dict[str, list[int]] = {}

@@ -31,8 +31,8 @@ def keep_exit_codes() -> None:
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of this user's processes that belong to the session: processes with the mark in their environment, and Ray's workers
-    with open files in the session's folder (a process title may have overwritten their environment)."""
+    """Return the pids of the session's processes. They have the mark in their environment or, since a process title may have overwritten
+    it, are Ray's workers with open files in the session's folder."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():

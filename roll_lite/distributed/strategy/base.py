@@ -387,5 +387,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead because something outside this process, which it needs, is gone."""
+        """Declare the engine dead, because something that the engine needs outside this process is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

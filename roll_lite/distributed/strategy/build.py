@@ -71,8 +71,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines that share a GPU equally. `place`: number of engines that start on it earlier. vLLM's
-    memory setting is a fraction of all GPU memory, SGLang's of the memory still free."""
+    """Return the settings of one of `sharers` engines that share a GPU equally. `place`: number of engines that start earlier on this GPU.
+    vLLM's memory setting is a fraction of all GPU memory, SGLang's of the memory still free."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})

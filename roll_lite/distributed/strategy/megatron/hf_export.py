@@ -84,8 +84,7 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Return the buckets in the order of sending: one of each owner in turn, so that an owner gathers while engines load the previous
-    bucket.
+    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous bucket.
 
     With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. Therefore one bucket of each owner
     together has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
