@@ -231,8 +231,8 @@ class Flight(Asked):
     def _look(self) -> None:
         """Abort the request if its timeout is up; else check again later.
 
-        Once the engine has started the request, its generation time on all engines counts. Before, only time in which the engine generates
-        nothing counts.
+        After the engine has started the request, its generation time on all engines counts; before, only time in which the engine generates
+        nothing.
         """
         now = self._clock.time()
         if self.begun:

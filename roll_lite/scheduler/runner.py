@@ -189,7 +189,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Runs one conversation. Does not catch RequestFailed; raises EpisodeFailed if the environment fails."""
+"""Function that runs one conversation. RequestFailed passes through; EpisodeFailed means that the environment failed."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
