@@ -175,10 +175,10 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await work of the engine. If it fails, give up a living engine, and raise MemberLost.
+        """Await work of the engine. If it fails, give up the engine and raise MemberLost.
 
-        Unless the engine is dead, two kinds of error are raised unchanged: TransferError, and any error before the first weight update,
-        which all engines would raise.
+        Two kinds of error of a living engine are raised unchanged: TransferError, and errors before the first weight update, which all
+        engines would raise.
         """
         try:
             return await work

@@ -73,7 +73,8 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first call of `start`, before which the driver has loaded the model. Later calls, after a loss, load it."""
+        """True until the first call of `start`, because the driver has already loaded the model. Later calls, after a loss, load the
+        model."""
         self._is_gone = False
         self._was_killed = False
 
