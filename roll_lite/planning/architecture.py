@@ -59,7 +59,7 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Read config.json in folder `named` (option --model) or, without this option, in `path`.
+    """Read config.json in folder `named` (option --model), by default in `path`.
 
     Without a config.json, choose the public model (TABLE) whose name begins the folder's name or, without model.path, the configuration's
     name. ValueError if there is none.
