@@ -61,7 +61,7 @@ CHECKS = (
     partial(check_environments, makes=False),
 )
 OF_CHECK = (*CHECKS[:-1], check_environments)
-"""Checks of `roll-lite check`. Other commands use CHECKS, which makes no environments and starts no servers: a run's workers do this before
+"""Checks of `roll-lite check`. Other commands use CHECKS, which makes no environments and starts no servers; a run's workers do so before
 training."""
 OF_MACHINE = (devices_are_there, needs_gpus)
 """Checks of this machine. `roll-lite check` prints failures as notes: the configuration may target another machine."""
@@ -154,8 +154,8 @@ def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Seque
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
-    """Load the configuration again, with missing values allowed and without checks of files. If loading fails again, return the valid part,
-    stored in `error`."""
+    """Load the configuration again, with missing values allowed and files unchecked. If this fails, return the valid part, stored in
+    `error`."""
     try:
         return _loaded(parsed, overrides, (), files=False)
     except ConfigError:
@@ -235,7 +235,7 @@ def _alternatives(name: str, override: str) -> list[str]:
 
 
 def _fixed(override: str) -> str:
-    """Replace a path through the link `latest` by the link's target: the link will point to another run as soon as one starts."""
+    """Replace a path through the link `latest` by the link's target, since the link will point to the next run."""
     key, sign, value = override.partition("=")
     path = Path(value)
     with suppress(ValueError):  # loading tells what is wrong with it

@@ -1,6 +1,6 @@
 """Read and write files, use folders in object stores, and change environment variables for a block.
 
-Reading raises ValueErrors that name the file. Only plain files are opened: reading a pipe or device might never end.
+Reading raises ValueErrors that name the file. Only plain files are opened: a pipe or device might never end.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def absolute_path(path: Path) -> Path:
-    """Make a path absolute, from the current folder. A path in examples/ that is missing there is looked up in the package's examples."""
+    """Make a path absolute, from the current folder. A missing path in examples/ is looked up in the package's examples."""
     path = path.expanduser()
     here = path.absolute()
     if path.parts[:1] == (EXAMPLES.name,):
@@ -99,7 +99,7 @@ def absolute_path(path: Path) -> Path:
 
 
 def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
-    """Return the path's kind; None if it does not exist. ValueError for circular links, a name too long, a folder without permission."""
+    """Return the path's kind; None if it does not exist. ValueError for circular links, overlong names, folders without permission."""
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -168,8 +168,8 @@ def unreadable(path: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(path: Path) -> str:
-    """Return a hint for messages about a missing path: relative paths count from the current folder. If a parent of the current folder has
-    the path, the hint names this parent."""
+    """Return a hint for messages about a missing path: relative paths count from the current folder. If a parent folder has the path, the
+    hint names this folder."""
     current = Path.cwd()
     if not path.is_relative_to(current):
         return ""

@@ -28,8 +28,7 @@ SCHEME = "hf:/"
 MODEL_FILES = (".json", ".txt", ".model", ".jinja")
 WEIGHTS = "model*.safetensors"
 DATA_FILES = (".parquet", ".jsonl", ".csv", ".json")
-"""Suffixes of data files, preferred ones first. If a data set has files with several of these suffixes, only those with the most preferred
-suffix are read."""
+"""Suffixes of data files, preferred ones first. Of a data set, only the files with the most preferred suffix are read."""
 NO_DATA = ("dataset_infos.json", "dataset_dict.json", "state.json")
 PROGRESS_S = 10.0
 SPLITS = {
@@ -47,7 +46,7 @@ _tell: ContextVar[Tell | None] = ContextVar("_tell", default=None)
 
 
 class HubPath(PosixPath):
-    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit; the
+    """Path in this node's hub cache: a model's folder, or `[configuration]?split=...` of a data set. Pickled as name and commit: the
     receiving node uses its own cache."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,8 +73,8 @@ def online(tell: Tell) -> Iterator[None]:
 
 
 def located(path: Path, kind: Kind) -> HubPath | None:
-    """Return the path in the cache for a hub name; None for a local path. A model may be named `owner/name` without hf://, unless this
-    machine has that path or a folder `owner`."""
+    """Return a hub name's path in the cache; None for a local path. A model may be named `owner/name` without hf://, unless this machine
+    has that path or a folder `owner`."""
     text = str(path)
     if text.startswith(SCHEME):
         return _located(text.removeprefix(SCHEME).lstrip("/"), kind)
@@ -128,7 +127,7 @@ def fetch(path: Path, tell: Tell = _to_stderr) -> None:
 
 
 def config_notation(path: Path) -> str:
-    """Return the path as a configuration names it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
+    """Return the path as configurations name it: hf:// with name and commit for a path in the hub cache; other paths unchanged."""
     found = _CACHED.search(str(path)) if isinstance(path, HubPath) else None
     if found is None:
         return str(path)
@@ -271,8 +270,8 @@ def split_of(name: str) -> str:
 
 
 def chosen(names: Sequence[str], rest: str) -> list[str]:
-    """Return the names of the data files that `rest`, `[configuration or file]?split=...`, selects. A configuration is a folder, but not
-    one named `data` or after a split. Raise ValueError, with the choices, if none or several match."""
+    """Return the names of the data files that `rest` selects (`[configuration or file]?split=...`). A configuration is a folder not named
+    `data` or after a split. ValueError, with the choices, if none or several match."""
     wanted, _, query = rest.partition("?")
     files = [file for file in map(PurePosixPath, sorted(names)) if file.suffix in DATA_FILES and file.name not in NO_DATA]
     if wanted and (exact := [str(file) for file in files if fnmatchcase(str(file), wanted)]):

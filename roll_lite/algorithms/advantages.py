@@ -1,5 +1,5 @@
-"""Compute and whiten advantages. Token tensors are [B, T-1]: entry t belongs to token t + 1. The bool mask is True for policy tokens
-(tokens that the policy generated). Other tokens, such as tool output, are skipped: the next policy token follows directly."""
+"""Advantages and whitening. Token tensors are [B, T-1]; entry t belongs to token t + 1. The bool mask is True for policy tokens (generated
+by the policy); other tokens, such as tool output, are skipped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """Return token rewards [B, T-1]: each row's reward (`rewards` [B]) on its last policy token, plus kl_rewards [B, T-1]."""
+    """Return token rewards [B, T-1]: each row's reward on its last policy token, plus kl_rewards."""
     # float64, since a token's KL may be millions of times smaller than the reward.
     # numpy allocates huge pages and zeroes lazily: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
@@ -53,12 +53,11 @@ def gae(
     whitening: Whitening | None = None,
     per_turn: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (advantages, returns) of GAE: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t. Returns are values
-    plus the advantages for lam_critic (None: lam).
+    """Return (advantages, returns) of GAE: A_t = delta_t + gamma * lam * A_{t+1}, with delta_t = r_t + gamma * V_{t+1} - V_t. Returns are
+    values plus the advantages for lam_critic (None: lam).
 
-    lam: one number, or one per row [B]. last_token_reward [B] is added to the reward of a row's last policy token; bootstrap [B] is the
-    value after that token (None: 0). whitening whitens the advantages. With per_turn, gamma discounts only from turn to turn; a turn is a
-    run of policy tokens without other tokens in between.
+    lam: one number, or [B]. last_token_reward [B]: added to the reward of each row's last policy token. bootstrap [B]: value after that
+    token (None: 0). per_turn: gamma discounts only from turn to turn; a turn is an unbroken run of policy tokens.
     """
     rows = (last_token_reward, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
@@ -132,11 +131,8 @@ def _sum_of_group(x: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, before_kl: torch.Tensor | None = None) -> torch.Tensor:
-    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std`.
-
-    With `normalize_std`, a group whose rewards without KL (`before_kl` [N]) are all equal gets advantage 0: its standard deviation comes
-    from KL alone, and dividing by it would scale up these small differences.
-    """
+    """Reward minus group mean (Dr. GRPO), divided by the group's standard deviation if `normalize_std` (GRPO). Groups with equal rewards
+    before KL (`before_kl` [N]) then get advantage 0, since the division would magnify small KL differences."""
     of = _Groups.of(rewards, groups)
     if normalize_std and before_kl is not None:
         of = replace(of, flat=_Groups.of(before_kl, groups).flat)
@@ -148,10 +144,8 @@ def grpo(rewards: torch.Tensor, groups: torch.Tensor, normalize_std: bool, befor
 
 
 def discounted_turns(rewards: torch.Tensor, rows: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return each turn's reward plus the discounted rewards of later turns in the same batch row.
-
-    `rewards` and `rows` have an entry per turn, sorted by row, then by time.
-    """
+    """Return each turn's reward plus the discounted rewards of later turns in the same row. Entries are turns, sorted by row, then by
+    time."""
     returns = rewards.double().clone()
     for turn in range(len(returns) - 2, -1, -1):
         if rows[turn] == rows[turn + 1]:
@@ -181,9 +175,9 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
 def gpg(
     rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return (reward - group mean) * n / m, where n counts samples and m those in groups with unequal rewards. The factor keeps groups of
-    equal rewards from diluting the gradient. before_kl [N]: rewards without KL, used to find these groups, since KL makes nearly all
-    rewards differ. trains [N] bool: samples that count in n and m; None: all."""
+    """Return (reward - group mean) * n / m: n counts samples, m counts samples in groups with unequal rewards. The factor keeps equal
+    groups from diluting the gradient. before_kl [N]: rewards without KL, which decide whether a group is equal. trains [N] bool: samples to
+    count; None: all."""
     of = _Groups.of(rewards, groups)
     spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
     counted = torch.ones_like(spread) if trains is None else trains
@@ -201,7 +195,7 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Merge (count, sum, sum of squared deviations) of rows or ranks, [N, 3] -> [3]."""
+    """Merge the moments of rows or ranks, [N, 3] -> [3]."""
     counts, sums, squares = parts.unbind(1)
     count, total = counts.sum(), sums.sum()
     shifts = torch.where(counts > 0, sums / counts.clamp(min=1), 0.0) - total / count.clamp(min=1)
@@ -218,7 +212,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Whiten the samples' advantages [B]. In mean and deviation, each sample is weighted by its number of policy tokens."""
+    """Whiten the samples' advantages [B]. Mean and deviation weight each sample by its number of policy tokens."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

@@ -14,14 +14,12 @@ NO_ANSWER, READS_NONE = -1, -2
 
 
 def every_k(most: int) -> list[int]:
-    """Return the values of k to report, ascending: `most` and the powers of two below it, except 1 (pass@1 is the mean correctness)."""
+    """Return the values of k to report, ascending: `most` and smaller powers of two, without 1 (pass@1 is the mean correctness)."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
 def accuracy_error(prompts: np.ndarray, correct: np.ndarray) -> float:
-    """Return the standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt. With
-    equally many samples per prompt, this is the standard error of the mean of the prompts' means.
-    """
+    """Return the standard error of the mean of `correct`, clustered by prompt; NaN for one prompt. `prompts`: each sample's prompt."""
     _, number = np.unique(prompts, return_inverse=True)
     deviations = np.bincount(number, weights=correct - correct.mean())
     count = len(deviations)
@@ -32,8 +30,7 @@ class SampledPrompts:
     """Samples sorted by prompt. Methods return one value per prompt, NaN for prompts with fewer than k samples."""
 
     def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
-        """`answers`: for each sample, a number that stands for its answer (from 0; equal answers to a prompt have equal numbers), or
-        NO_ANSWER, or READS_NONE."""
+        """`answers`: number of each sample's answer, from 0 (equal answers to a prompt have equal numbers), or NO_ANSWER, or READS_NONE."""
         _, numbers = np.unique(prompts, return_inverse=True)
         order = np.argsort(numbers, kind="stable")
         self.prompt = numbers[order]
@@ -42,7 +39,7 @@ class SampledPrompts:
         self.answers = answers[order]
         self.samples = np.bincount(self.prompt)
         self.first = order[np.cumsum(self.samples) - self.samples]
-        """[P]: for each prompt, the index of one of its samples in the arrays passed to `__init__`."""
+        """[P]: index of one sample of each prompt in the arrays passed to `__init__`."""
         self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
 
     def passed(self, k: int) -> np.ndarray:
@@ -66,9 +63,8 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """Return each prompt's maj@k: the share of majority votes that a correct answer wins. Every k consecutive samples of a prompt hold
-        one vote. If answers tie, their mean correctness counts. Samples without an answer abstain. NaN if the reward extracts no
-        answers."""
+        """Return each prompt's maj@k: the share of majority votes won by a correct answer. Every k consecutive samples of a prompt vote;
+        samples without an answer abstain. Ties count with their mean correctness. NaN if the reward extracts no answers."""
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

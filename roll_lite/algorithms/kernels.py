@@ -1,5 +1,5 @@
-"""Compute recurrences and sums along rows with numba, because tensor operations are slow at recurrences. Inputs are in host memory: token
-tensors [B, T-1] with a bool mask, row tensors [B]. Sums are float64; the number of threads does not change results."""
+"""Recurrences and sums along rows, compiled with numba because tensor operations are slow at recurrences. Inputs are in host memory: token
+tensors [B, T-1] with a bool mask, row tensors [B]. Sums are float64. Results do not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numba import njit
 ENTRIES_PER_THREAD = 1 << 17
 
 PARTS_PER_THREAD = 4
-"""Blocks of rows per thread. With several, the other threads take over blocks from a delayed thread."""
+"""Blocks of rows per thread. Idle threads take over the blocks of a delayed thread."""
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -26,8 +26,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""Function that returns (shift, scale), given this rank's `row_moments` [B, 3]. (x - shift) * scale is then whitened over the global
-batch."""
+"""Function from this rank's `row_moments` [B, 3] to (shift, scale): (x - shift) * scale is whitened over the global batch."""
 
 
 def recurrence(
@@ -40,9 +39,11 @@ def recurrence(
     whitening: Whitening | None,
     per_turn: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the kernel `gae` or `discounted_returns` and return its results, [B, T-1] each. `tokens`: the kernel's token tensors; None stands
-    for zeros. `rows`: its row arguments, each [B], one number, or None for 0. `outputs`: dtypes of the results. With `whitening`, the
-    kernel runs twice: for the moments, which give shift and scale, then for the results. `per_turn`: as in `advantages.gae`."""
+    """Run the kernel `gae` or `discounted_returns`, and return its results, each [B, T-1].
+
+    `tokens`: its token tensors (None: zeros). `rows`: its row arguments: [B], one number, or None for 0. `outputs`: dtypes of the results.
+    `whitening`: a first run gives moments, from which `whitening` computes shift and scale. `per_turn`: as in `advantages.gae`.
+    """
     inputs = [
         *(_tokens(x, mask) for x in tokens),
         _mask(mask),
@@ -80,9 +81,8 @@ def gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Compute advantages and returns of rows `first` to `stop`; write (advantage - shift) * scale to `out` and returns to `returns` or, if
-    `moments` is not empty, only the advantages' moments (see `row_moments`) to `moments`. `within`: discount inside a turn; `gamma`:
-    between turns."""
+    """Compute advantages and returns of rows `first` to `stop`. If `moments` is empty, write (advantage - shift) * scale to `out` and
+    returns to `returns`; else write only the advantages' `row_moments`. Discounts: `within` a turn, `gamma` between turns."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, last_token_reward[row]
@@ -129,8 +129,8 @@ def discounted_returns(
     out: Any,
     moments: Any,
 ) -> None:
-    """Compute the discounted returns of rows `first` to `stop`; write (return - shift) * scale to `out` or, if `moments` is not empty, only
-    the returns' moments (see `row_moments`) to `moments`. `within`: discount inside a turn; `gamma`: between turns."""
+    """Compute the discounted returns of rows `first` to `stop`. If `moments` is empty, write (return - shift) * scale to `out`; else write
+    only the returns' moments. Arguments as in `gae`."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = last_token_reward[row]
@@ -159,8 +159,8 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """Write a row's (count, sum, sum of squared deviations). `total` and `squares` are sums over differences from one entry (`origin`),
-    which stay precise if all entries share a large offset."""
+    """Write a row's (count, sum, sum of squared deviations). `total` and `squares` sum differences from `origin` (one entry), for precision
+    if entries share a large offset."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
@@ -206,12 +206,12 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate with numpy, which uses huge pages. First writes to memory that torch allocates take longer than this module's loops."""
+    """Allocate with numpy, which uses huge pages. First writes to torch's memory take longer than this module's loops."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Convert a token tensor to an array for compiled code. None becomes an empty array, which kernels skip: reading zeros takes time."""
+    """Convert a token tensor to an array for kernels. None becomes an empty array, which kernels skip."""
     if x is None:
         return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"

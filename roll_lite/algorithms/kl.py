@@ -37,8 +37,8 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
 
 
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p. Tokens impossible under p contribute nothing, even if
-    impossible under q (truncated vocabularies). For tokens impossible only under q, the log-ratio is LOG_RATIO_LIMIT."""
+    """KL(p || q) over the vocabulary, [..., V] -> [...], differentiable in log_p. Tokens impossible under p contribute nothing. For tokens
+    impossible only under q, the log-ratio is LOG_RATIO_LIMIT."""
     log_q = log_q.detach()
     impossible = log_p == -torch.inf
     log_ratio = log_p.masked_fill(impossible, 0.0) - log_q.masked_fill(impossible, 0.0)
@@ -52,9 +52,9 @@ def kl_loss(
 ) -> torch.Tensor:
     """Estimate each token's KL, with a gradient (to `new` only) that lowers KL.
 
-    With r = log new - log ref, the gradient is r * grad log new for k1 and k2 (unbiased on tokens sampled by `new`), (1 - exp(-r)) * grad
-    log new for k3, sign(r) * grad log new for abs. unbiased_gradient: (new / old) * r * grad log new, unbiased also on tokens sampled by
-    `old`."""
+    The gradient is s * grad log new. With r = log new - log ref, s is r for k1 and k2 (unbiased on tokens sampled by `new`), 1 - exp(-r)
+    for k3, and sign(r) for abs. With unbiased_gradient, s is (new / old) * r (unbiased on tokens sampled by `old`).
+    """
     # The clamp limits r in the gradient, but does not stop it: distant tokens are still pulled back, unless k3's exp saturates.
     current = new.detach()
     log_ratio = clamped_log_ratio(current, ref.detach())
@@ -77,7 +77,7 @@ LARGEST_ERROR = 0.2
 
 class KlController:
     """KL coefficient. With a target, each step multiplies it by 1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1)
-    (arXiv 1909.08593). The limit of 1 keeps the coefficient positive if a batch has more samples than `horizon`."""
+    (arXiv 1909.08593). The minimum keeps the coefficient positive in batches larger than `horizon`."""
 
     def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
         self.coef = coef

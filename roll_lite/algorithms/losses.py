@@ -1,7 +1,7 @@
 """Token losses [B, T-1], correction of the engine-trainer mismatch, and row weights.
 
 Pass `PolicyTerms.filled()` to policy losses. Sequence-level losses repeat the sequence's loss on each policy token. Tokens with advantage 0
-have no gradient (except in Kimi's loss) and never count as clipped.
+have no gradient (except in Kimi's loss) and do not count as clipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
-"""Relative tolerance for float32 rounding: a weight counts as clipped only if it differs from the ratio by more than this fraction."""
+"""Fraction by which a weight must differ from the ratio to count as clipped; smaller differences are float32 rounding."""
 
 # ---------------------------------------------------------------- inputs and result of a policy loss
 
@@ -30,8 +30,8 @@ class PolicyTerms:
     mask: torch.Tensor
 
     def filled(self) -> PolicyTerms:
-        """Return the terms with zeros outside the mask, so that NaN there reaches neither loss nor gradient. A token that is impossible
-        under both policies has no defined ratio: if the token's advantage is 0, its log-probs are set to 0."""
+        """Return the terms with zeros outside the mask, so that NaN there reaches neither loss nor gradient. Tokens with advantage 0 that
+        are impossible under both policies also get log-probs 0."""
         masked, advantages = ~self.mask, self.advantages.detach()
         impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
         nothing = masked | (impossible & (advantages == 0))
@@ -66,14 +66,12 @@ class PolicyLoss:
 
     loss: torch.Tensor
     ratio: torch.Tensor
-    """New / old probability of the token or, in sequence-level losses, the sequence; 1 where masked."""
+    """New / old probability of the token (in sequence-level losses, of the sequence); 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: the ratio is below its clip range, so that the token has no gradient.
-
-    In cispo and topr the token keeps its gradient: its weight was raised to the range's lower bound.
-    """
+    """bool: the ratio is below its clip range, so that the token has no gradient. In cispo and topr, the token keeps its gradient, with a
+    weight raised to the bound."""
     clipped_high: torch.Tensor
-    """bool: like clipped_low, for a ratio above its clip range. In cispo and topr, the weight was lowered to the upper bound."""
+    """bool: like clipped_low, for a ratio above its clip range."""
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -134,8 +132,8 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 
 
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
-    """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585). Every token keeps a
-    gradient; it counts as clipped if its weight was limited."""
+    """-weight * A * log-prob with detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585). Tokens with a limited weight
+    count as clipped, but keep their gradient."""
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
     return _weighted(terms, ratio, ratio.clamp(lowest, 1 + clip_high), terms.mask)
@@ -143,7 +141,7 @@ def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> Polic
 
 def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
     """-weight * A * log-prob (arXiv 2503.14286). The weight is the sequence's detached ratio, limited to `positive` for A > 0, else to
-    `negative`. A range (x, x) is a fixed weight and never counts as clipped. The paper aggregates with `sequence_mean_token_sum`."""
+    `negative`. A range (x, x) is a fixed weight and never counts as clipped."""
     ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
     above = terms.advantages > 0
     weight = torch.where(above, ratio.clamp(*positive), ratio.clamp(*negative))
@@ -161,7 +159,7 @@ def raft(terms: PolicyTerms) -> PolicyLoss:
 
 
 def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A, with tau_positive for A > 0 (arXiv 2511.20347)."""
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347). tau is tau_positive for A > 0, else tau_negative."""
     ratio = terms.ratio
     positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
     loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
@@ -169,8 +167,8 @@ def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> Policy
 
 
 def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
-    """(A - tau * s)**2 / (2 * tau) with the sum s of a row's clamped log-ratios and its mean advantage A (arXiv 2501.12599). As tau goes to
-    0, the gradient becomes the policy gradient."""
+    """(A - tau * s)**2 / (2 * tau), where s is the sum of a row's clamped log-ratios and A its mean advantage (arXiv 2501.12599). As tau
+    goes to 0, the gradient becomes the policy gradient."""
     advantages = row_mean(terms.advantages, terms.mask)
     # s is not clamped: nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
     loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
@@ -233,9 +231,9 @@ def mismatch_weights(
     low: float,
     high: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). Sequence weights are the product
-    (`sequence`) or geometric mean (`geometric`) over tokens. Mode `truncate` limits weights to the range (TIS), `mask` sets weights outside
-    to 0 (IcePop)."""
+    """Return (importance weights exp(trained - rollout), bool mask of weights outside [low, high]). `level`: `sequence` is the product of
+    token weights, `geometric` their geometric mean. `mode`: `truncate` limits weights to the range (TIS), `mask` zeroes those outside
+    (IcePop)."""
     log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
         log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
@@ -256,9 +254,9 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """Return a bool mask of tokens to keep: the mismatch of the token, or of its sequence (by `level`), is in [low, high] and not NaN.
-    `estimator`: `ratio` is exp(trained - rollout), `difference` the trainer's minus the engine's probability; k1, k2, k3 and abs estimate
-    KL(rollout || trained)."""
+    """Return a bool mask of tokens to keep: the mismatch of the token (or its sequence, by `level`) is in [low, high]. `estimator`: `ratio`
+    is exp(trained - rollout), `difference` the trainer's minus the engine's probability; k1, k2, k3 and abs estimate KL(rollout ||
+    trained). NaN is not kept."""
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
         found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
@@ -301,8 +299,8 @@ class ValueLoss:
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, clip: float | None
 ) -> ValueLoss:
-    """Return half the squared error of values against returns. With `clip`, also compute the error of values limited to old_values +- clip,
-    and return the larger of both (PPO)."""
+    """Return half the squared error of values against returns or, with `clip` (PPO), the larger of this and the error of values limited to
+    old_values +- clip."""
     values = values.masked_fill(~mask, 0.0)
     returns = returns.detach().masked_fill(~mask, 0.0)
     error = (values - returns).square()
@@ -326,9 +324,9 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 def row_weights(
     policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return, for each row, the loss weight of one policy token, [B]. `policy_tokens` [B]: number of policy tokens of ALL rows of the
-    global mini-batch. Rows without policy tokens or with train_weight 0 get weight 0 and are not counted; other train_weights multiply the
-    weight. Mode `constant` (Dr. GRPO): a token weighs 1 / (rows * constant)."""
+    """Return each row's loss weight per policy token, [B]. `policy_tokens` [B]: of ALL rows of the global mini-batch. Rows without policy
+    tokens or with train_weight 0 get weight 0 and are not counted; other train_weights multiply the weight. Mode `constant` (Dr. GRPO): 1 /
+    (rows * constant)."""
     factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
     counted = (policy_tokens > 0) & (factors != 0)
     tokens = policy_tokens.double().masked_fill(~counted, 0.0)

@@ -78,8 +78,8 @@ def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np
 
 
 class RunningMoments:
-    """Count, mean and sum of squared deviations of a run's rewards (Welford). Sums are exactly rounded, so that the order of rows does not
-    change results."""
+    """Count, mean and sum of squared deviations of a run's rewards (Welford). Sums are exactly rounded, so that row order does not change
+    results."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -118,11 +118,8 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless the deviation is 0.
-
-    With over=running, the rewards are first added to `running`. trains [N] bool: samples that the statistics cover; with over=group they
-    cover all samples.
-    """
+    """Subtract the mean (if `mean`) and divide by the standard deviation (if `std`; ddof 1), unless the deviation is 0. over=running: first
+    add the rewards to `running`. trains [N] bool: samples that the statistics cover; over=group covers all."""
     if len(rewards) == 0:
         return rewards
     rewards = rewards.astype(np.float32).astype(np.float64)  # rounded like scores: 1 - 0.1 equals a score of 0.9
@@ -152,7 +149,7 @@ class Masked:
     weights: torch.Tensor
     """[N] float32, the column train_weight; 0 excludes a sample from training."""
     causes: dict[str, torch.Tensor]
-    """{cause: [N] bool, True for samples masked by it}. A sample may have several causes."""
+    """{cause: [N] bool}, True for samples that the cause masks. A sample may have several causes."""
 
 
 def mask_samples(
@@ -162,11 +159,8 @@ def mask_samples(
     response_tokens: tuple[int, int] | None,
     function_weights: np.ndarray | None,
 ) -> Masked:
-    """Return training weights: the data's weights times `function_weights` (result of the user's function; None: 1).
-
-    The weight is 0 for truncated samples (if `truncated`), for groups whose mean score is outside `group_mean`, and for responses whose
-    number of policy tokens is outside `response_tokens`.
-    """
+    """Return training weights: the data's weights times the user's `function_weights` (None: 1). The weight is 0 for truncated samples (if
+    `truncated`), groups with a mean score outside `group_mean`, and responses with a length outside `response_tokens`."""
     weights = as_float64(rows.sample_weight)
     causes: dict[str, np.ndarray] = {}
     if (weights != 1).any():

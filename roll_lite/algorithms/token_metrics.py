@@ -1,5 +1,5 @@
-"""Collect metrics of tokens, micro-batch by micro-batch: sums and histograms, which can be added over micro-batches and ranks, and peaks
-(maxima and minima). `<name>#<number>` is the metric `<name>` of the domain `<number>`."""
+"""Token metrics, collected by micro-batch: sums and histograms, which can be added over micro-batches and ranks, and peaks (maxima and
+minima). `<name>#<number>` is the metric `<name>` of the domain `<number>`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Sum each metric by domain. `tokens`: {metric name: values [B, T-1], 0 where masked}. Return {`<name>#<domain number>`: sum in
-    float64}."""
+    """Sum each metric by domain. `tokens`: {metric name: values [B, T-1], 0 where masked}. Return {`<name>#<domain number>`: float64
+    sum}."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # not a product with the mask: NaN and infinity stay in their domain
@@ -35,14 +35,14 @@ def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor
 
 @dataclass
 class Peaks:
-    """Maxima and minima of metrics by domain. They stay on the device until `collect` reads them."""
+    """Maxima and minima of metrics by domain, kept on the device until `collect`."""
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """{(metric name, sign): [domains] maximum of sign * value}. The sign is 1 for maxima, -1 for minima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
-        """Record values [B, T-1] where the mask is True, for the maximum or (`smallest`) the minimum. NaN makes the domain's peak NaN.
+        """Record the maximum (or, if `smallest`, the minimum) of values [B, T-1] where the mask is True. NaN makes the domain's peak NaN.
         domain_numbers [B]."""
         sign = -1 if smallest else 1
         if values.numel() == 0:

@@ -8,7 +8,7 @@ ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
-r"""Content of a box that counts as empty: spaces, dots, or LaTeX space such as \quad. A response may quote such a box from its question."""
+r"""Content of a box that counts as empty: spaces, dots, or LaTeX space such as \quad. Responses may quote such boxes from the question."""
 
 
 def plain_boxes(text: str) -> str:

@@ -1,5 +1,5 @@
-"""Map samples to training rows. A sample has several rows if its agent's conversation branched; a batch has the column `branch` only if a
-sample has several."""
+"""Map samples to training rows. A sample has several rows if its agent's conversation branched; only batches with such samples have the
+column `branch`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SampleRows(NamedTuple):
 
 
 def sample_rows(group: torch.Tensor, index: torch.Tensor, branch: torch.Tensor) -> SampleRows:
-    """Map samples to rows. Rows with equal (group, index) belong to one sample; its first row has branch 0."""
+    """Map samples to rows. Rows of one sample have equal (group, index); the first has branch 0."""
     identity = torch.stack([group, index], dim=1).numpy()
     _, number = np.unique(identity, axis=0, return_inverse=True)
     first = np.flatnonzero(branch.numpy() == 0)
@@ -40,8 +40,8 @@ def sample_rows_of(rows: DataProto) -> SampleRows | None:
 
 
 def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
-    """Return token rewards: the reward of each response at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of the row's
-    sample, in the order of turns)."""
+    """Return token rewards: each response's reward at its last token, 0 elsewhere. `rows`: (row, rewards of all responses of its sample, by
+    turn)."""
     columns = []
     for row, rewards in rows:
         ends = np.cumsum([segment.length for segment in row.segments])
@@ -54,8 +54,8 @@ def turn_rewards(rows: Iterable[tuple[Branch, Sequence[float]]]) -> Ragged:
 
 
 def per_sample(rows: DataProto) -> DataProto:
-    """Return a batch with only the first row of each sample. Of the sample's rows, `response_length` is summed, `min_version` is the
-    minimum, and `max_version` and `policy_tokens` are the maximum (max_tokens limits each row)."""
+    """Keep each sample's first row. Of all its rows, `response_length` is summed, `min_version` is the minimum, `max_version` and
+    `policy_tokens` are the maximum (max_tokens limits each row)."""
     of = sample_rows_of(rows)
     if of is None:
         return rows

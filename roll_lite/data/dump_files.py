@@ -29,7 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Settings that change the sampling distribution; a dump and the run that trains on it must agree."""
+"""Settings of the sampling distribution, in which a dump and the run that trains on it must agree."""
 NAMED = 5
 
 
@@ -41,8 +41,8 @@ class DumpHeader:
     tokenizer: str
     largest_token: int
     domains: dict[str, dict[str, int]]
-    """{domain: number of training `samples`, and their `longest_prompt`, `longest_response` and `longest_row` (prompt and response) in
-    tokens}. Older dumps lack `longest_row`."""
+    """{domain: {`samples`: number of training samples; `longest_prompt`, `longest_response`, `longest_row` (prompt and response): tokens}}.
+    Older dumps lack `longest_row`."""
     baselines: bool
     stats: dict[str, Any]
 
@@ -52,8 +52,8 @@ def dump_file(folder: Path, step: int) -> Path:
 
 
 def found_dumps(path: Path) -> dict[int, Path]:
-    """Return {step: dump file}. `path`: a folder of dumps, or of a run. For a resumed run, dumps of earlier steps come from the runs before
-    it. Raise ValueError without any dump."""
+    """Return {step: dump file}; ValueError without any. `path`: a folder of dumps, or of a run. Earlier dumps of a resumed run come from
+    the runs before."""
     if (kind := kind_of(path)) != "folder":
         raise ValueError(
             f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
@@ -195,8 +195,8 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _same_policy(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """Yield a problem if training settings differ from those of the run that wrote the dumps. This run's policy is then not the one that
-    sampled, but `current` and `recompute` of algorithm.old_log_probs assume so."""
+    """Report training settings that differ from those of the dumps' run. This run's policy then differs from the policy that sampled, but
+    `current` and `recompute` of algorithm.old_log_probs assume the same policy."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -238,7 +238,7 @@ def _training_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """Add the defaults of fields that did not exist when the dump was written. Settings that fail validation stay unchanged."""
+    """Add the defaults of fields that are newer than the dump. Settings that fail validation stay unchanged."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -251,7 +251,7 @@ def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _as_in_header(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration in the form in which dumps store it. Raise Refused if a field that is compared is invalid."""
+    """Return the configuration as dumps store it. Raise Refused if a compared field is invalid."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _validate_all(getattr(config, name))
     return config.model_dump(mode="json")

@@ -65,7 +65,7 @@ KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
 LONGEST_COLUMN = 1000
 """Maximum characters stored of a data column's value."""
 UNKNOWN = {"format_ok": False}
-"""{column: value that is used in training where the dump has null}."""
+"""{column: value used in training where the dump has null}."""
 
 
 # ---------------------------------------------------------------- writing
@@ -100,9 +100,9 @@ def write_dump(
 ) -> None:
     """Write a dump atomically.
 
-    `groups`: groups with all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the
-    token ids that truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's
-    rewards by turn, for the column turn_rewards; None: no such column.
+    `groups`: all samples, trained on or not. `rows`: the training batch. `facts`: header fields. `kept_ids`: also store the token ids that
+    truncated sampling kept. `clock_offset`: wall clock minus event loop clock, in seconds. `rewards_of`: returns a sample's rewards by
+    turn; None: omit the column turn_rewards.
     """
     entries = _entries(groups, rows)
     description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
@@ -181,7 +181,7 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
 
 
 def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
-    """Return when a sample was requested, generated and scored, in Unix seconds; None if it was not."""
+    """Return when a sample was requested, generated and scored, in Unix seconds or None."""
     moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
     return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
 
@@ -202,7 +202,7 @@ def _json(value: Any) -> str:
 
 
 def _text(text: str | None) -> str | None:
-    """Escape lone surrogates: program output may contain them, but UTF-8 cannot encode them."""
+    """Escape lone surrogates, which UTF-8 cannot encode. Program output may contain them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -278,12 +278,12 @@ def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
 
 
 def load_dump(path: Path | str) -> DataProto:
-    """Load the trained samples as the batch that was dumped, bit-identical and in the same order. ValueError for an unusable file."""
+    """Load the trained samples as the original batch: bit-identical, in the same order. ValueError for an unusable file."""
     return DataProto.concat(list(dump_parts(Path(path))))
 
 
 def dump_parts(path: Path) -> Iterator[DataProto]:
-    """Yield the batch of `load_dump` in parts, one per row group of the file: joining them takes twice the memory."""
+    """Yield the batch of `load_dump` in parts, one per row group. Joining them takes twice the memory."""
     read_header(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:

@@ -20,7 +20,7 @@ class MicroBatch:
 
     columns: Mapping[str, torch.Tensor]
     mask: torch.Tensor
-    """[B, T-1] bool: which predicted tokens count in the loss."""
+    """[B, T-1] bool: predicted tokens that count in the loss."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Multiples:
 
 class MicroBatchPlanner(Protocol):
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """Return each micro-batch's row numbers. `lengths`: number of tokens, [rows]. `parts`: number of micro-batches that the rank must
-        run, to match other ranks or `Multiples.count`; if fewer are returned, the caller adds empty ones."""
+        """Return each micro-batch's row numbers. `lengths` [rows]: number of tokens. `parts`: number of micro-batches that the rank must
+        run, to match other ranks or `Multiples.count`. The caller adds missing ones, empty."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """Plans few micro-batches of about equal cost, so that ranks do not wait for each other. Each has at most `tokens` tokens, or a single
-    row."""
+    """Plans few micro-batches of about equal cost, so that ranks wait little. Each has at most `tokens` tokens, or one row."""
 
     tokens: int
     rows: int | None = None
@@ -113,7 +112,7 @@ class PaddedBudget:
 class MicroBatchPlan:
     parts: tuple[np.ndarray, ...]
     count: int
-    """Number of micro-batches that this rank runs, at least 1. If it exceeds the number of `parts`, the last micro-batches are empty."""
+    """Number of micro-batches that this rank runs, at least 1. Micro-batches beyond `parts` are empty."""
     tokens_divisor: int = 1
 
     @staticmethod
@@ -123,8 +122,8 @@ class MicroBatchPlan:
         multiples: Multiples = Multiples(),
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
-        """Return the plan for rows of these lengths. `agree`: returns a number's maximum over the ranks that must run equally many
-        micro-batches; None: no other ranks."""
+        """Return the plan for rows of these lengths. `agree` returns a number's maximum over the ranks that must run equally many
+        micro-batches."""
         parts = planner.cut(lengths)
         most = max(agree(len(parts)) if agree else len(parts), 1)
         count = -(-most // multiples.count) * multiples.count
@@ -139,7 +138,7 @@ class MicroBatchPlan:
         return sum(map(len, self.parts))
 
     def cut(self, batch: DataProto) -> list[DataProto]:
-        """Split a batch into micro-batches; empty ones come last."""
+        """Split a batch into micro-batches, empty ones last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
         return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
@@ -188,8 +187,8 @@ class MicroBatchPlan:
 
 
 def padded(rows: DataProto) -> MicroBatch:
-    """Pad rows to the longest, with 0 or the column's value in VECTORS. Object columns are dropped. Without a response_mask, all predicted
-    tokens count in the loss. An empty batch is padded to T = 2, so that losses work on it."""
+    """Pad rows to the longest, with 0 or the column's value in VECTORS; drop object columns. Without a response_mask, all predicted tokens
+    count in the loss. Empty batches get T = 2, so that losses work on them."""
     lengths = rows.lengths
     width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}

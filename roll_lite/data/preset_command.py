@@ -35,8 +35,7 @@ def show_preset(name: str) -> int:
 
 
 def prepare(name: str, split: str, source: str | None, out: Path | None) -> int:
-    """Write a split of a preset's data set, or the file `source` in its format, as JSON lines. Print how many rows were left out, and why.
-    Return the exit code."""
+    """Write a preset's split, or the file `source` in its format, as JSON lines. Print how many rows were left out, and why."""
     target = absolute_path(out or Path(f"{name}_{split}.jsonl"))
     left_out: Counter[str] = Counter()
     mistakes: list[str] = []

@@ -17,7 +17,7 @@ from roll_lite.data.sources import Row
 from roll_lite.data.stable_hash import stable_hash
 
 MOST_GENERATED_TESTS = 16
-"""Maximum mutation-generated tests kept per code_contests problem; further ones cost time and find little."""
+"""Maximum mutation-generated tests kept per code_contests problem; more cost time and find little."""
 
 
 class LeftOut(str):
@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 
 
 def _messages(value: Any) -> Any:
-    """Drop a final assistant message, which is the answer in some data sets."""
+    """Drop a final assistant message, which in some data sets is the answer."""
     messages = json.loads(value) if isinstance(value, str) else value
     kept = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     return [{"role": one["role"], "content": one["content"]} for one in kept]
@@ -150,7 +150,7 @@ class _TextsOnly(pickle.Unpickler):
 
 
 def _livecodebench(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all tests, public and private, and the text of the task. Private tests are JSON, or base64 of a compressed pickle of JSON."""
+    """Return the public and private tests, and the text of the task. Private tests are JSON, or base64 of a compressed pickle of JSON."""
     public, private = (row[f"{which}_test_cases"] for which in ("public", "private"))
     if not private.lstrip().startswith("["):
         private = _TextsOnly(io.BytesIO(zlib.decompress(base64.b64decode(private)))).load()

@@ -83,8 +83,8 @@ def load_prompts(
     domains: Mapping[str, DomainConfig] | None = None,
     limit: int | None = None,
 ) -> PromptSet:
-    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains; in a file that they
-    share, rows with another domain's tag are skipped."""
+    """Load a domain's prompts, at most `limit`. One ValueError reports up to ten mistakes. `domains`: all domains; rows tagged for another
+    domain of the same file are skipped."""
     setting = f"domains.{domain}.data.{split}"
     files = config.data.train if split == "train" else config.data.validation
     if files is None:
@@ -158,7 +158,7 @@ class _Loader:
         self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
-        """Render a row's prompt; None if the row is left out. ValueError if it is unusable."""
+        """Render a row's prompt; None if the row is left out. ValueError for an unusable row."""
         content, data = row.content, self._data
         if isinstance(content, LeftOut):
             self.prompts.left_out[content] += 1
@@ -263,8 +263,8 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state. Raise ValueError if its number of prompts, seed or domain differs, or if it is of a domain that
-        mixed several files by shares. Prompts are not compared."""
+        """Continue from a saved state. ValueError if its number of prompts, seed or domain differs, or if it mixed several files by shares.
+        Prompts are not compared."""
         if "parts" in state:
             raise ValueError(
                 f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not. {SAME_DATA}"

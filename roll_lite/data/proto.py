@@ -39,8 +39,8 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class DataProto:
-    """Immutable batch. Its columns are, by their kind in data/keys.py, tensors [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object
-    arrays (OBJECT). Never write to columns: they may be in Ray's object store."""
+    """Immutable batch. Columns are, by kind (data/keys.py), tensors [rows] (ROW), Ragged (TOKENS, TRANSITIONS) or numpy object arrays
+    (OBJECT). Never write to columns: they may be in Ray's object store."""
 
     columns: Mapping[str, Column]
 
@@ -129,7 +129,6 @@ class DataProto:
         return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
-        """Return rows without copying tokens."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         cut = {
@@ -201,7 +200,7 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with the permissions of the umask (safetensors itself sets 0600). The file appears only when complete."""
+    """Write a safetensors file atomically, with the permissions of the umask (safetensors itself sets 0600)."""
     from safetensors.torch import save_file
 
     partial = path.with_name(f"{path.name}.partial")

@@ -14,7 +14,7 @@ Index = Sequence[int] | np.ndarray | torch.Tensor
 @dataclass(frozen=True, eq=False)
 class Ragged:
     """Rows of different lengths in host memory. Row i is values[offsets[i]:offsets[i + 1]]. `offsets`: [rows + 1] int64. `values`: [sum of
-    lengths, ...]; never written in place."""
+    lengths, ...], never written in place."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -75,7 +75,6 @@ class Ragged:
         return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Return rows without copying values."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"rows {start} to {stop} of {len(self)}")
         first, last = int(self.offsets[start]), int(self.offsets[stop])
@@ -83,7 +82,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
-        """Join rows. If entries are vectors [k], they are padded with `fill` to the largest k; without `fill`, all must have the same k."""
+        """Join rows. Entries that are vectors [k] are padded with `fill` to the largest k; without `fill`, all must have the same k."""
         if not parts:
             raise ValueError("ragged: nothing to concatenate")
         values = [part.values for part in parts]
@@ -114,7 +113,7 @@ class Ragged:
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Return a contiguous array: pickling a slice would otherwise pickle the whole tensor."""
+    """Return a contiguous array, since pickling a slice would pickle the whole tensor."""
     return tensor.detach().contiguous().numpy()
 
 
@@ -141,7 +140,7 @@ def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
-    """Convert to int64 [n]. Boolean masks are refused: they would be read as rows 0 and 1."""
+    """Convert to int64 [n]. Boolean masks are refused, since they would be read as rows 0 and 1."""
     found = index if isinstance(index, torch.Tensor) else np.asarray(index)
     if len(found) == 0:
         return torch.empty(0, dtype=torch.int64)

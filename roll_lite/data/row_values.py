@@ -34,7 +34,7 @@ def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
 
 
 def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
-    """Return the text that replaces a placeholder of the template. `setting`: YAML path of the template."""
+    """Return the text for a placeholder of the template. `setting`: YAML path of the template."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
@@ -90,8 +90,8 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
 
 
 def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
-    """Return the column's files, {name: text}. Names with null are dropped: formats such as Parquet give every row the file names of all
-    rows, with null where the row lacks the file."""
+    """Return the column's files, {name: text}. Names with null are dropped, since formats such as Parquet give every row the file names of
+    all rows."""
     files = cell(row, column) or {}
     if not isinstance(files, dict):
         raise RowError(column, f"must be a mapping of file names to texts, got {show(files)}")
@@ -99,8 +99,7 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 
 
 def files_read(*given: DataFiles | None) -> set[Path]:
-    """Return the paths of the given data files, and of the data files in given folders. Missing or broken files are skipped, since other
-    checks report them."""
+    """Return the given data files, and those in given folders. Missing or broken files are skipped, since other checks report them."""
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
@@ -109,7 +108,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
 
 
 class TagOwners:
-    """Finds a row's domain in a file shared by domains: the domain that reads the file and lists the row's tag."""
+    """Finds the domain of a row in a shared file: the domain that reads the file and lists the row's tag."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

@@ -97,8 +97,8 @@ class GenerationRequest(Packed):
     context: TokenRow | None = None
     """Tokens of an earlier request, which precede prompt_ids. The worker prepends them: engines take whole prompts."""
     resumed_tokens: int = 0
-    """Number of tokens at the end of the context that belong to this response: they were generated before an interruption. The completion's
-    text includes them, and stop strings may begin in them; its other fields are about new tokens only."""
+    """Number of tokens at the context's end that belong to this response, from before an interruption. The completion's text includes them,
+    and stop strings may begin in them. The completion's other fields cover new tokens only."""
     wants_ids: bool = False
     masks_context: bool = False
     """Exclude the context from the loss, because another row of the sample already trains on it."""
@@ -109,7 +109,7 @@ class GenerationRequest(Packed):
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """The last `resumed_tokens` tokens of the prompt. Valid only if `prompt_ids` includes the context."""
+        """Last `resumed_tokens` tokens of the prompt. Valid only if `prompt_ids` includes the context."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed_tokens :]
 
 
@@ -312,7 +312,7 @@ class Score(Packed):
 
     value: float
     correct: bool | None = None
-    """True if the response is correct; None: it is if value >= 1 - 1e-6."""
+    """True if the response is correct. None: the response counts as correct if value >= 1 - 1e-6."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """True if the response matches the domain's format pattern; None if the domain has no pattern."""
@@ -352,6 +352,6 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """True if a sample timed out during generation. Such samples are probably long: without them, the group is biased towards short
+        """True if a sample timed out during generation. Without such samples, which are probably long, the group is biased towards short
         responses."""
         return any(sample.timed_out for sample in self.samples)

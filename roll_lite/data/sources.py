@@ -14,8 +14,8 @@ FileKind = Literal["jsonl", "parquet", "arrow", "csv", "json"]
 
 KINDS: dict[str, FileKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
 FILE_KINDS: dict[str, FileKind] = {**KINDS, ".csv": "csv", ".json": "json"}
-"""Suffixes accepted for a single file. From a folder, only files with suffixes in KINDS are read: CSV and JSON files in folders are often
-not data."""
+"""Suffixes accepted for a single file. In a folder, only files with suffixes in KINDS are read: CSV and JSON files there are often not
+data."""
 ROWS_AT_ONCE = 1024
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -37,10 +37,10 @@ class Row(NamedTuple):
     shard: int
     file: Path
     unit: str
-    """"line" or "row": what `number` counts, from 1."""
+    """Unit that `number` counts, from 1: `line` or `row`."""
     number: int
     content: dict[str, Any] | str
-    """{column: value}, or a text that says why the row is unreadable or left out."""
+    """{column: value}, or the reason why the row is unreadable or left out."""
 
     @property
     def place(self) -> str:
@@ -55,8 +55,7 @@ def paths_of(files: DataFiles) -> list[Path]:
 
 
 def shards_of(path: Path) -> list[Shard]:
-    """Return a path's data files. Raise ValueError for a folder that Hugging Face `datasets` did not save, unless its data files have the
-    same format and split."""
+    """Return a path's data files. ValueError for a folder with different formats or splits, unless Hugging Face `datasets` saved it."""
     if isinstance(path, HubPath):
         return [_file(file) for file in data_files(path)]
     found = kind_of(path)
@@ -92,8 +91,8 @@ def _folder(folder: Path) -> list[Shard]:
 
 
 def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError if file names tell several splits (held-out rows would be trained on), or tell none and differ in more than digits
-    and punctuation."""
+    """Raise ValueError if file names tell several splits, or tell none and differ in more than digits and punctuation: held-out rows would
+    be trained on."""
     by_split = {split_of(name): name for name in names}
     if len(by_split) > 1:
         named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))

@@ -27,8 +27,8 @@ class SupervisedRows:
         self._order = PromptOrder(len(self._prompts), seed, "ptx")
 
     def draw(self) -> DataProto:
-        """Draw the rows of one optimizer step. `ptx_weight`, the weight of each learned token, is algorithm.ptx.coef / number of learned
-        tokens, so the weighted sum of cross-entropies is coef times their mean."""
+        """Draw the rows of one optimizer step. `ptx_weight` is algorithm.ptx.coef / number of learned tokens, so that the weighted sum of
+        cross-entropies is coef times their mean."""
         rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
         targets = sum(int(counts[1:].sum()) for _, counts in rows)
         return DataProto(
@@ -42,15 +42,13 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_parity_tokens: float) -> list[list[DataProto]]:
-        """Draw the rows of `updates` optimizer steps, and split each step's rows over the ranks at about equal cost. Returns batches as
-        [rank][step]."""
+        """Draw the rows of `updates` optimizer steps, and split each step's rows over the ranks at about equal cost: [rank][step]."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_parity_tokens), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a row's token ids, and the mask of tokens to learn: the answer and the end of sequence or, without an answer column,
-        all."""
+        """Return a row's token ids and its mask of tokens to learn: answer and end of sequence or, without an answer column, all."""
         prompt = self._prompts[number]
         given = list(prompt.token_ids)
         learned = [] if self._config.data.answer is None else self._answer(prompt.answer)

@@ -1,9 +1,8 @@
 """Cluster of one role's Ray actors (ranks). A call names a method of the worker class: `cluster.start_scatter(ActorWorker.train_step,
 shards)`.
 
-`all` calls every rank, `one` only rank 0. `each` calls the ranks that are alive, for roles whose ranks are independent (engines). A
-data-parallel rank is a group of ranks, of which one, the head, returns the outputs: `start_scatter` sends shard i to all ranks of group i,
-`heads_scatter` only to the group's head.
+`all` calls every rank, `one` only rank 0, `each` the living ranks of a role with independent ranks (engines). A data-parallel rank is a
+group of ranks, whose head returns the outputs. `start_scatter` sends shard i to all ranks of group i, `heads_scatter` only to the head.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ClusterSpec:
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """Start one worker per slot. Does not wait: the first call raises constructor errors."""
+    """Start one worker per slot without waiting. Constructor errors are raised by the first call."""
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
 
@@ -70,8 +69,8 @@ def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """Return (Ray actor class, options for liveness calls). The options select a thread group that answers while a method runs, unless
-    methods are coroutines. None: no liveness calls."""
+    """Return (Ray actor class, options for liveness calls). Options None: no liveness calls. Options select threads that answer while a
+    method runs; actors with coroutines need no such threads."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -130,7 +129,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """Return the ranks' layouts, fetched once. Strategies must be initialized."""
+        """Layouts of the ranks, fetched once. Strategies must be initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or RankLayout.of_copy(rank, self.world_size) for rank, layout in enumerate(found)]
@@ -157,7 +156,7 @@ class Cluster(Generic[W_co]):
         return self.start_one(method, *args, **kwargs).result()
 
     def each(self, method: AsyncMethod[W_co, P, R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]:
-        """Return results by rank, without ranks that die during the call."""
+        """Return {rank: result}, without ranks that die during the call."""
         return self.start_each(method, *args, **kwargs).result()
 
     def heads_scatter(self, method: Method[W_co, Concatenate[S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:

@@ -1,7 +1,7 @@
 """Batches whose per-token columns bypass the driver.
 
 Workers store these columns as blocks in Ray's object store. The driver holds the columns with one value per sample, and sends each
-data-parallel rank its rows and references to blocks.
+data-parallel rank its rows with references to blocks.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """{column: (indices, positions)}, two arrays over batch rows: index in `_refs` of the object that holds the row's value (NOWHERE:
-        none), and the row's position in that object."""
+        """{column: (indices, positions)} over batch rows: index in `_refs` of the object that holds the row's value (NOWHERE: none), and
+        the row's position in that object."""
         self.add(blocks)
 
     def __len__(self) -> int:

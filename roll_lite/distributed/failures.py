@@ -19,7 +19,7 @@ ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class RankFailed(RuntimeError):
     """Error: a rank of a cluster raised an exception, died or timed out.
 
-    All ranks of the cluster are killed before this error is raised, except when `pending.pause` times out.
+    All ranks of the cluster are killed before, except when `pending.pause` times out.
     """
 
     def __init__(self, role: str, rank: int, phase: str, cause: str, retryable: bool = False) -> None:
@@ -37,7 +37,7 @@ class RankFailed(RuntimeError):
         return f"{self.role} rank {self.rank}{self.where} failed in {self.phase}: {self.cause}"
 
     def final(self, restarts: int, setting: str) -> RankFailed:
-        """Return a copy that is not retryable, and so ends the run. Its message names the restarts and the `setting` that limits them."""
+        """Return a copy that is not retryable, so that the run ends. The message names the restarts and the `setting` that limits them."""
         first, _, rest = self.cause.partition("\n")
         why = f"after {restarts} restarts within an hour, {setting}"
         final = RankFailed(self.role, self.rank, self.phase, f"{first} ({why})\n{rest}".rstrip())
@@ -50,7 +50,7 @@ class RestartBudget:
         self._times: dict[Hashable, list[float]] = {}
 
     def allows(self, name: Hashable, restarts: int) -> bool:
-        """Return True and count a restart, unless `name` already had `restarts` restarts within BUDGET_SECONDS."""
+        """Count a restart and return True; return False if `name` already had `restarts` restarts within BUDGET_SECONDS."""
         now = time.monotonic()
         times = self._times[name] = [at for at in self._times.get(name, []) if now - at < BUDGET_SECONDS]
         if len(times) >= restarts:

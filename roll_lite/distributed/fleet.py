@@ -72,8 +72,8 @@ class _Seat(Generic[M]):
 class Fleet(Generic[M]):
     """Starts, watches and restarts members.
 
-    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; an exception in it ends
-    the fleet. `down(error)` is called once, when no member is left or an exception has ended the fleet.
+    `serve(member)` runs after each start; its end counts as a loss. `lost(member, cause)` is called at each loss; its exceptions end the
+    fleet. `down(error)` is called once, when no member is left or an exception has ended the fleet.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Fleet(Generic[M]):
 
     @property
     def lost(self) -> dict[int, str]:
-        """{member number: cause of the loss}, until the member serves again."""
+        """{member number: cause of the loss}, for members that do not serve again yet."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.cause}
 
     async def until(self, member: M, *states: MemberState) -> None:
@@ -167,7 +167,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Wait until no member is busy or starting. Inside the block no member gets work or is restarted."""
+        """Wait until no member is busy or starting. Inside the block, members get no work and are not restarted."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))

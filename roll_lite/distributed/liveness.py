@@ -11,10 +11,8 @@ T = TypeVar("T")
 
 
 class Silence:
-    """Measures how long a process is silent.
-
-    Each `look` adds the time since the previous `look`, at most `most_s`, so that pauses of the observing process hardly count.
-    """
+    """Measures how long a process is silent. Each `look` adds the time since the last `look`, at most `most_s`, so that pauses of the
+    observer hardly count."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = 0.0
@@ -40,8 +38,8 @@ class Heartbeat:
         look_s: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy`:
-        while it returns True, the process is not checked."""
+        """`ask`: liveness call. `limit_s`: timeout of an answer. `pause_s`: pause after an answer. `look_s`: poll interval. `is_busy`: skip
+        the check if True."""
         self.waited_s = 0.0
         self._silence = Silence(lambda: asyncio.get_running_loop().time())
         self._ask = ask
@@ -79,9 +77,8 @@ class Heartbeat:
             self.listen(self._pause_s)
 
     def listen(self, most_s: float | None = None) -> None:
-        """Advance `silent_s` (since the last answer) and `waited_s` (since the last question), each by at most `most_s` (None: 2 *
-        `look_s`), so that pauses of this process hardly count.
-        """
+        """Add the time since the last call to `silent_s` (since the last answer) and `waited_s` (since the last question). At most `most_s`
+        (default: 2 * `look_s`) is added, so that pauses of this process hardly count."""
         before = self.silent_s
         self.waited_s += self._silence.look(2 * self._look_s if most_s is None else most_s) - before
 
@@ -92,8 +89,8 @@ class StoppedTime:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, processes: Iterable[psutil.Process], limit_s: float | None, setting: str) -> str | None:
-        """Return a text about a process that has been stopped for longer than `limit_s`, else None. Call every `look_s` seconds. `setting`:
-        the limit's YAML path."""
+        """Return a message about a process stopped for longer than `limit_s`, else None. Call every `look_s` seconds. `setting`: the
+        limit's YAML path."""
         self._seconds = {process: self._seconds.get(process, 0.0) + self._look_s for process in processes if is_stopped(process)}
         for process, seconds in self._seconds.items():
             if limit_s is not None and seconds > limit_s:

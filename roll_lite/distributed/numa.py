@@ -7,9 +7,8 @@ from typing import Any
 
 
 def bind_to_gpu(properties: Any, root: Path = Path("/")) -> set[int]:
-    """Bind all threads of this process, and later threads and child processes, to the CPUs of the NUMA node of the process's GPU, so that
-    their host memory lies there. Return these CPUs; empty if nothing changed (one node, no information, or bound by the user).
-    `properties`: the GPU's, from torch. `root`: folder with `sys` and `proc`."""
+    """Bind this process, with later threads and child processes, to the CPUs of its GPU's NUMA node. Host memory is then allocated there.
+    Return these CPUs; empty if nothing changed (one node, no information, or bound by the user). `root`: parent of `sys` and `proc`."""
     place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     device, allowed = root / "sys/bus/pci/devices" / place, os.sched_getaffinity(0)
     try:

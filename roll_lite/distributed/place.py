@@ -57,7 +57,7 @@ def node_addresses() -> dict[str, str]:
 
 
 def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
-    """Return the processes at `places` on this node, and their children, that SIGSTOP has stopped."""
+    """Return the processes at `places`, and their children, that are on this node and stopped by SIGSTOP."""
     found = []
     for process in (process for place in places if place is not None and (process := place.process) is not None):
         try:
@@ -69,7 +69,7 @@ def stopped_at(places: Iterable[Place | None]) -> list[psutil.Process]:
 
 
 def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restart: bool = True) -> None:
-    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill: local ones are killed directly."""
+    """Kill actors. Processes stopped by SIGSTOP ignore ray.kill; on this node, they are killed directly."""
     for actor in actors:
         ray.kill(actor, no_restart=no_restart)
     for process in stopped_at(places):
@@ -81,7 +81,7 @@ def kill_actors(actors: Iterable[Any], places: Iterable[Place | None], no_restar
 
 LOOK_SECONDS = 2.0
 STOPPED_LOOKS, STOPPED_LOOK_SECONDS = 40, 0.2
-"""A process counts as stopped if STOPPED_LOOKS polls in a row find it stopped: a process that is only slow is running at one of them."""
+"""A process counts as stopped if STOPPED_LOOKS polls in a row find it stopped. A slow process runs at some poll."""
 MEMBER_ROLES = {"RewardWorker": "rewards", "EnvironmentWorker": "environments"}
 
 
@@ -136,7 +136,7 @@ class ActorMember(ABC):
         return f"{self.name}{where}: {cause}"
 
     async def _until_stopped(self) -> str:
-        """Wait until the process, if on this node, is stopped (SIGSTOP). Needed because busy members are not asked for answers."""
+        """Wait until the process is stopped (SIGSTOP), if it is on this node. Heartbeats do not cover busy members."""
         looks = 0
         while looks < STOPPED_LOOKS:
             await asyncio.sleep(STOPPED_LOOK_SECONDS if looks else LOOK_SECONDS)

@@ -1,7 +1,7 @@
 """Placement of workers on devices: GPUs or, in a cluster without GPUs, shares of cores.
 
 Devices are numbered across nodes; roles that list the same number share the device. `placement.nodes` fixes each device's node; else Ray
-chooses as few nodes as possible.
+chooses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll_lite.config.schema.run import PlacementConfig
 from roll_lite.distributed.place import on_node
 
 NODE_SHARE = 0.001
-"""Share of Ray's resource `node:ADDRESS` in each bundle; any positive amount binds the bundle to that node."""
+"""Share of Ray's resource `node:ADDRESS` in each bundle. Any positive amount binds the bundle to the node."""
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
@@ -46,7 +46,7 @@ class Slot:
     """Index of the worker's first device among those it sees: 0 on GPUs, the slot's number within the node on CPUs."""
     gpus: tuple[str, ...] = ()
     reserved: PlacementGroup | None = None
-    """The worker's own placement group, if the worker starts only once devices become free; else None."""
+    """Own placement group of a worker that starts only once devices become free; else None."""
     own_gpus: int = 0
 
 
@@ -142,8 +142,7 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """Return the largest share of a core per slot, at most 1, with which each node's slots fit into its free cores. `counts`: {node id:
-    number of slots}."""
+    """Like `_cpu_slot`, but each node's slots must fit into its free cores. `counts`: {node id: number of slots}."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
@@ -214,8 +213,8 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """Assign a Ray node to each node number, in order: the first with enough free devices whose use leaves enough nodes for later numbers.
-    `room`: pairs (Ray node, number of its free devices). `wanted`: {node number: number of devices}."""
+    """Assign a Ray node to each node number, in order: the first with enough free devices that leaves enough nodes for later numbers.
+    `room`: (Ray node, free devices). `wanted`: {node number: devices}."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -236,10 +235,8 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, timeout_s: float, nodes: Sequence[Node] = ()) -> PlacementGroup | None:
-    """Reserve one bundle per device; return None after `timeout_s`.
-
-    `size`: GPUs or cores per bundle. `nodes`: node of each device; empty: Ray chooses.
-    """
+    """Reserve one bundle per device; None after `timeout_s`. `size`: GPUs or cores per bundle. `nodes`: node of each device; empty: Ray
+    chooses."""
     bundles = [{wanted.kind: size} for _ in wanted.numbers]
     labels = [{NODE_ID_LABEL_KEY: node.id} for node in nodes] or None
     if nodes and len({node.address for node in nodes}) == len({node.id for node in nodes}):
@@ -278,7 +275,7 @@ def _gpu_order(gpu: str) -> tuple[int, str]:
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """Return the GPU of each bundle, which Ray names only to a task inside the bundle."""
+    """Return the GPU of each bundle. Ray names a bundle's GPU only to a task inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

@@ -31,8 +31,8 @@ class Pulse:
         self._silence = Silence()
 
     def listen(self) -> float:
-        """Start a heartbeat call to the rank if one is due, or look for the open call's answer. Return the seconds for which the open call
-        has waited, else 0."""
+        """Start a heartbeat call if one is due, or look for the open call's answer. Return the open call's waiting time in seconds, else
+        0."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question, self._silence = self._ask(), Silence()
@@ -53,7 +53,7 @@ class RankGroup:
     """Ranks of one cluster.
 
     If one rank dies, all are killed, unless `live_alone`: then only this rank is lost. `watch`: Ray options for liveness calls; None: no
-    liveness calls.
+    such calls.
     """
 
     def __init__(
@@ -162,9 +162,9 @@ class RankGroup:
 class LivenessWatch:
     def __init__(self) -> None:
         self.groups: weakref.WeakKeyDictionary[RankGroup, None] = weakref.WeakKeyDictionary()
-        """Groups to watch. The references are weak, since Ray ends the actors of a discarded group only when no handle to them is left."""
+        """Groups to watch, by weak references: Ray ends the actors of a discarded group only when no handle to them is left."""
         self.overlooked: Sequence[str] = ()
-        """Names of groups whose deaths and silence an `overlooking` block ignores."""
+        """Names of groups whose deaths and silence are ignored (in an `overlooking` block)."""
         self.errands: dict[str, Callable[[], None]] = {}
         """Non-blocking functions that every wait calls about once a second."""
         self._silence_s: float | None = None
@@ -195,8 +195,8 @@ class LivenessWatch:
         return f" on {place.address}" if place is not None and is_told else ""
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """Return {Ray reference that becomes ready when a rank dies: (its group, rank)}, for groups that are killed whole if one rank dies;
-        overlooked groups are left out."""
+        """Return {Ray reference that is ready when a rank dies: (its group, rank)}, without overlooked groups and groups with
+        `live_alone`."""
         together = [group for group in self.groups if not group.live_alone and group.name not in self.overlooked]
         return {ref: (group, rank) for group in together for ref, rank in group.deaths.items()}
 
@@ -218,8 +218,7 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """Return (group, rank, limit in seconds) of a rank whose heartbeat answer takes longer than `expecting_answers` allows, else
-        None."""
+        """Return (group, rank, limit in seconds) of a rank whose heartbeat answer exceeds the limit of `expecting_answers`, else None."""
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None

@@ -50,7 +50,7 @@ LONGEST_BASE = 40
 """Maximum length of the temporary folder's path. Ray appends up to 64 characters; a socket path has at most 107."""
 
 QUIET = {"RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-"""Keep Ray from printing errors of calls that are not awaited, such as a replaced engine's."""
+"""Keeps Ray from printing errors of calls that are not awaited, such as calls to a replaced engine."""
 LOCAL_SETTINGS = {
     # Also kill a dead worker's children (engine processes).
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
@@ -114,10 +114,8 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
 
 
 def _may_want_token(address: str) -> bool:
-    """Return False if the cluster accepts callers without a token: a driver with a token would then lose its actors.
-
-    Return True if the cluster refuses them or does not answer.
-    """
+    """Return True if the cluster refuses callers without a token, or does not answer. On a cluster that wants no token, a driver with a
+    token would lose its actors."""
     if find_spec("grpc") is None or os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return True
     import grpc
@@ -137,7 +135,7 @@ def use_token() -> None:
 
 
 def _check_address(address: str) -> str:
-    """Resolve `auto` and check that a gRPC server answers: Ray takes minutes to report a closed port and hangs on a silent one."""
+    """Resolve `auto`, and check that a gRPC server answers. Ray takes minutes to report a closed port and hangs on a silent one."""
     if "://" in address:
         raise ValueError(
             f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
@@ -156,10 +154,8 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """Return the address for `auto`: of the cluster recorded by `ray start`, else of the only cluster on this machine.
-
-    Private clusters of runs do not count.
-    """
+    """Return the address for `auto`: the cluster recorded by `ray start`, else the only cluster on this machine. Private clusters of runs
+    do not count."""
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -222,10 +218,7 @@ def _local(config: RayConfig, run_folder: Path | None) -> Iterator[str]:
 
 @contextmanager
 def _few_processes() -> Iterator[None]:
-    """Keep ray.init from starting dashboard, autoscaler and log monitor.
-
-    With include_dashboard=False, it would still start the dashboard and wait for it.
-    """
+    """Keep ray.init from starting dashboard, autoscaler and log monitor. include_dashboard=False alone would still start the dashboard."""
     parameter, services = ray._private.parameter, ray._private.services
     before = parameter.RayParams, services.start_api_server
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
@@ -252,7 +245,7 @@ def _own_servers() -> list[psutil.Process]:
 
 
 def _end_stopped_servers() -> None:
-    """Kill Ray's servers that are stopped (SIGSTOP): ray.shutdown would wait for them."""
+    """Kill Ray's servers that are stopped (SIGSTOP), since ray.shutdown would wait for them."""
     for process in _own_servers():
         if is_stopped(process):
             process.kill()
@@ -271,7 +264,7 @@ def check_version(version: str) -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a runtime environment that gives workers the driver's import path. Other nodes need these folders on a shared file system."""
+    """Return a runtime environment with the driver's import path. Other nodes need these folders on a shared file system."""
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
     own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
@@ -283,7 +276,7 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
 
 @contextmanager
 def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
-    """Limit the time of ray.init in the block. Keep Ray from printing reports of its servers' deaths, which the run reports itself."""
+    """Limit the time of ray.init in the block, and hide Ray's reports of dead servers, which the run reports itself."""
     limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
     listen = ray._private.worker.listen_error_messages
     ray._private.worker.listen_error_messages = lambda _worker, _stopped: None
@@ -299,8 +292,8 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _guarded(run_folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yield (private folder of the session, session's mark) while a guard process watches the driver. The mark is an id in the environment
-    of the session's processes. On a cluster started elsewhere no process has a mark: the guard only records a killed driver's death."""
+    """Yield (private folder, mark) of the session while a guard process watches the driver. The mark is an id in the environment of the
+    session's processes. On a cluster started elsewhere, the guard only records a killed driver's death."""
     folder = _make_folder()
     mark = uuid.uuid4().hex
     (folder / MARK_FILE).write_text(mark)
@@ -322,7 +315,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Return a unique name of a process, since pids are reused: pid, start time, pid namespace."""
+    """Return a process's unique name: pid, start time and pid namespace. Pids alone are reused."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 

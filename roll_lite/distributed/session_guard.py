@@ -1,7 +1,7 @@
 """Guard process that cleans up after a driver's Ray session and records the driver's death.
 
-It kills all processes with the session's mark (an id) in their environment, or with open files of the session. A second guard runs in case
-the first is killed with the driver. Every Ray worker imports this file, so it uses only the standard library.
+It kills all processes with the session's mark (an id) in their environment, or with open files of the session. A second guard survives if
+the first is killed with the driver. Every Ray worker imports this file: use only the standard library.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ FOLDER_SECONDS = 1.0
 
 
 def keep_exit_codes() -> None:
-    """Restore the default handling of SIGCHLD.
-
-    Ray 2.60 with its subreaper ignores SIGCHLD, so that subprocess reports exit code 0 for every child. Adopted orphans then stay zombies.
-    """
+    """Restore the default handling of SIGCHLD (adopted orphans then stay zombies). Ray 2.60 with its subreaper ignores SIGCHLD, so that
+    subprocess reports exit code 0 for every child."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Return the pids of this user's processes that belong to the session: processes with the session's mark in their environment, and
-    Ray's workers with open files in the session's folder, because a process title may have overwritten the environment."""
+    """Return the pids of the session's processes. They have the mark in their environment or, since a process title may have overwritten
+    it, are Ray's workers with open files in the session's folder."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -61,8 +59,8 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Kill the session's processes until several scans in a row find none: a dying process may start another, and during exec the
-    environment, which holds the mark, is empty."""
+    """Kill the session's processes until several scans in a row find none. A dying process may start another; during exec, a process's
+    environment is empty."""
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -78,10 +76,8 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """Return False if the driver died, True if it reported its end or the session is cleaned up.
-
-    While waiting, replace the other guard if it dies.
-    """
+    """Return False if the driver died, True if it reported its end or the session is cleaned up. Meanwhile, replace the other guard if it
+    dies."""
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
 """Watchdog of the driver: time limits of phases, and a thread that watches the main thread.
 
-While it waits in pending.py, the main thread itself notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the
-watchdog thread records the run's end and kills the process.
+In waits of pending.py, the main thread itself notices a passed limit or a lost Ray session. If it is stuck in a call into Ray, the watchdog
+thread records the run's end and kills the process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SessionLost(RuntimeError):
 
 
 LEAST_SECONDS = 5.0
-"""Saving after a SIGTERM may take at least this many seconds, even if less of checkpoint.on_sigterm_s is left."""
+"""Minimum seconds for saving after a SIGTERM, even if less of checkpoint.on_sigterm_s is left."""
 
 
 class Preempted(BaseException):

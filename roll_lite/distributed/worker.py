@@ -56,10 +56,8 @@ class Stand(NamedTuple):
 
 
 class Worker:
-    """Base class whose methods run one at a time, not on the main thread.
-
-    A worker that needs the main thread sets `watched = False`; its death is then noticed only at the next call.
-    """
+    """Base class whose methods run one at a time, not on the main thread. A worker that needs the main thread sets `watched = False`; its
+    death is then noticed only at the next call."""
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
@@ -198,8 +196,8 @@ def redirect_output() -> None:
 
 
 def begun_collectives() -> tuple[dict[str, int], list[str]]:
-    """Return ({process group: number of the last collective begun}, descriptions of unfinished collectives). Stack traces do not show
-    these: GPU collectives are launched early and need not block the process."""
+    """Return ({process group: number of the last collective begun}, descriptions of unfinished collectives). Stack traces do not show GPU
+    collectives, which are launched early without blocking the process."""
     begun, unfinished = dict[str, int](), list[str]()
     with suppress(Exception):  # another torch may have another format, and the stacks matter more
         for entry in _recorded_collectives():
@@ -212,7 +210,7 @@ def begun_collectives() -> tuple[dict[str, int], list[str]]:
 
 
 def _recorded_collectives() -> Iterator[dict[str, Any]]:
-    """Read torch's flight recorder, which is on by default. Sends and receives are omitted, since their state is not kept up to date."""
+    """Read torch's flight recorder, which is on by default. Sends and receives are omitted: their state is not kept up to date."""
     recorder = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         entries = json.loads(getattr(recorder, name)(True, False)).get("entries", []) if hasattr(recorder, name) else []

@@ -1,4 +1,4 @@
-"""Command `roll-lite doctor`: print what would keep a run from working on this machine or cluster, and what to do."""
+"""Command `roll-lite doctor`: print what would keep a run from working on this machine or cluster, with remedies."""
 
 from __future__ import annotations
 

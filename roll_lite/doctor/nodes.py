@@ -41,8 +41,8 @@ class NodeWorker(Worker):
         return [replace(one, node=ray.util.get_node_ip_address()) for one in check_machine(run_folder)]
 
     def measure(self, device: str, ranks: Sequence[int]) -> float:
-        """Measure the bandwidth of an all-reduce among `ranks`: bytes per second that each of them sends; 0 on other ranks. All ranks of
-        the cluster must call this."""
+        """Measure the bandwidth of an all-reduce among `ranks`, in bytes per second sent by each; 0 on other ranks. All ranks must call
+        this."""
         import torch
         import torch.distributed as dist
 
@@ -95,8 +95,8 @@ def check_nodes(address: str, run_folder: Path) -> Iterator[Diagnosis]:
 
 
 def judge_links(backend: str, places: Sequence[str], speeds: Sequence[float]) -> Iterator[Diagnosis]:
-    """Report the bandwidths, and warn of slow links. `places`: node addresses. `speeds` in bytes per second: between each two neighbours in
-    `places`, then of an all-reduce over all."""
+    """Report the bandwidths, and warn of slow links. `places`: node addresses. `speeds`: bytes per second between neighbours in `places`,
+    then in an all-reduce over all."""
     *pairs, together = speeds
     told = f"{min(pairs) / 1e9:.2f} to {max(pairs) / 1e9:.2f} GB/s between neighbours, {together / 1e9:.2f} GB/s in an all-reduce over all"
     yield Diagnosis(backend, told)

@@ -33,8 +33,8 @@ class Launch:
     claim: str = "shared"
 
     def mistakes(self, config: RunConfig, file: Path | None) -> Mistakes:
-        """Yield settings that would not work in the rendered file: secrets, the address of another cluster; for Kubernetes, also a missing
-        image and paths that pods cannot use."""
+        """Yield settings that would not work in the rendered file: secrets and another cluster's address; for Kubernetes, also a missing
+        image and unreachable paths."""
         for word in self.overrides:
             if hidden(word) != word and "${" not in word:
                 yield hidden(word), "would stand in the file; write ${oc.env:NAME}, and set that variable on the nodes"

@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = (
 )
 """Ignored settings: the weights file shows which layers are adapted, init_lora_weights the initialization."""
 _LEAVES_BASE_UNCHANGED = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the base model unchanged. Other values move part of its weights into the adapters."""
+"""Values of init_lora_weights that leave the base model unchanged. Others move part of its weights into the adapters."""
 
 
 def adapter_config(rank: int, alpha: float, targets: Iterable[str], base: Path) -> dict[str, Any]:

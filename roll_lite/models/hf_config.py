@@ -35,7 +35,7 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     experts: int | None = None
-    """Number of experts; None for dense models, and if the name of this field in config.json is unknown."""
+    """Number of experts. None for dense models, or if config.json has an unknown name for this field."""
     expert_feed_forward: int | None = None
 
 
@@ -98,8 +98,8 @@ class HfConfig:
         return self.hidden * self._weights_per_hidden / (self.heads * self.head_dim)
 
     def forward_flops(self, lengths: Iterable[int], outputs: int) -> float:
-        """Count the FLOPs of a forward pass for weights and causal attention, without norms, softmax, embeddings and value head. `outputs`:
-        tokens that reach the output layer."""
+        """Count the FLOPs of a forward pass for weights and causal attention only, without norms, softmax, embeddings and value head.
+        `outputs`: tokens that reach the output layer."""
         tokens = pairs = 0
         for length in lengths:
             near = min(length, self.window or length)
@@ -120,8 +120,8 @@ class HfConfig:
         return (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
 
     def tensor_facts(self, dtype: str, has_values: bool) -> dict[str, Any]:
-        """Return what determines a checkpoint's tensors, as JSON values: sizes, dtype and kind of output. `has_values`: the model has a
-        value head, not an LM head."""
+        """Return the facts that determine a checkpoint's tensors, as JSON values: sizes, dtype and kind of output. `has_values`: value head
+        instead of LM head."""
         shape = {name: value for name, value in asdict(self).items() if name not in NOT_IN_TENSORS}
         return {**json.loads(json.dumps(shape)), "model.dtype": dtype, "outputs": "values" if has_values else "tokens"}
 

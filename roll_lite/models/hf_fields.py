@@ -1,7 +1,7 @@
 """Check the fields of config.json.
 
 Unknown fields are refused, because they might change the model. Engines read more fields than transformers (vLLM: is_causal, layer_types);
-a field is ignored only if engines ignore it too.
+a field is ignored only if engines ignore it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 POLICY_HEADS = ("ForCausalLM",)
-"""Class-name endings of architectures that generate text. Engines would load other architectures, but without generation."""
+"""Class-name endings of architectures that generate text. Engines would load other architectures without generation."""
 LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
@@ -102,7 +102,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 
 
 def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
-    """Refuse `layer_types` that differ from the trainer's attention: vLLM would follow them."""
+    """Refuse `layer_types` that differ from the trainer's attention, because vLLM would follow them."""
     has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
     wanted = "sliding_attention" if has_window else "full_attention"
     others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]

@@ -154,7 +154,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
-    """Return a message if the dtype or shape of the tensor `name` is wrong, else None. `by`: file that gives the wanted shape."""
+    """Return a message if the dtype or shape of the tensor `name` is wrong. `by`: file that gives the wanted shape."""
     if dtype not in READ_AS_WEIGHTS:
         return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
     if list(shape) != list(wanted):
@@ -261,8 +261,8 @@ SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generatio
 
 
 def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
-    """Return a message if the EOS or padding token is outside the vocabulary. Without `vocab_size`, only read the files; ValueError if one
-    is broken."""
+    """Return a message if the EOS or padding token is outside the vocabulary. Without `vocab_size`, only read the files. ValueError if a
+    file is broken."""
     for file in ("config.json", *SETTINGS_FILES):
         raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
         for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():

@@ -117,8 +117,8 @@ class RunConsole:
             self._console.take_back()
 
     def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
-        """Show the progress of a batch or validation: on a terminal in a temporary line, otherwise in a line every 10 s. `domains`:
-        {domain: (generated, scored, wanted) samples}."""
+        """Show the progress of a batch or validation: on a terminal in a temporary line, else in a line every 10 s. `domains`: {domain:
+        (generated, scored, wanted)}."""
         parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
         line = f"{label}: {', '.join(parts)}"
         if self._console.is_terminal:
@@ -142,7 +142,7 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show validation results: in the columns of the step's line if it was the last line, otherwise as sentences."""
+        """Show validation results in the columns of the step's line if it was the last line, else as sentences."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -166,8 +166,8 @@ class RunConsole:
             self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
 
     def evaluation(self, results: Results) -> None:
-        """Show a table of metrics with a row for each domain, each part of a domain (samples with one value of a `report_by` column), and
-        all domains together."""
+        """Show a table of metrics with a row for each domain, each part of a domain (one value of a `report_by` column), and all domains
+        together."""
         overall = results[OVERALL]
         k = largest_k(f"validation/{name}" for name in overall)
         shares = [name for name in (f"pass@{k}", f"maj@{k}") if name in overall]
@@ -191,8 +191,8 @@ class RunConsole:
         self.message(f"± one standard error, by prompt; {_thousands(overall['tokens_per_second'])} tokens/s")
 
     def closing_line(self, steps: int | None, resumed_after: int, seconds: float, folder: Path) -> None:
-        """Show the number of steps, the time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: step after which
-        the run was resumed; 0 if it was not."""
+        """Show number of steps, time, and the run's folder. `steps`: None after an evaluation. `resumed_after`: step after which the run
+        was resumed, or 0."""
         done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
         self.message(f"{'evaluated' if steps is None else done} in {_duration(seconds)}; everything is in {folder}")
 

@@ -12,7 +12,7 @@ Metrics = Mapping[str, float]
 IN_A_ROW = 3
 """Number of consecutive steps that must show a problem before it is reported."""
 GROUPS = 12
-"""Minimum number of sample groups, over the steps with a sign, to report it for a single domain: in fewer groups, equal scores may be
+"""Minimum number of sample groups, over the steps with a sign, to report the sign for a single domain. In fewer groups, equal scores may be
 chance."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
@@ -37,8 +37,8 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Its second argument has the latest
-    REMEMBERED earlier steps and, for comparison, the first step with an entropy."""
+    """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Earlier steps: the latest REMEMBERED,
+    and the first with an entropy."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
 
@@ -47,8 +47,8 @@ class RunHealth:
     """Finds signs of failing training (SIGNS) in the metrics. A sign is reported once; later steps that show it are counted."""
 
     def __init__(self, compares_groups: bool, domains: Sequence[str] = ()) -> None:
-        """`compares_groups`: warn if all groups have equal rewards, which gives no gradient with GRPO. `domains`: if there are several,
-        some signs are also checked in each."""
+        """`compares_groups`: warn if all groups have equal rewards (no gradient with GRPO). `domains`: if several, some signs are also
+        checked in each."""
         self.findings: dict[str, Finding] = {}
         signs = [sign for sign in SIGNS if compares_groups or sign.name != "flat_groups"]
         each = [(domain, sign) for sign in signs if sign.by_domain for domain in domains if len(domains) > 1]

@@ -1,5 +1,5 @@
-"""Table of all metrics, the source of `docs/metrics.md`. A metric with by="domain" is reported as `domain/<domain>/<name>` for each domain
-and as `<name>` for all domains; with another `by`, such as "phase", as `<name>/<phase>`."""
+"""Table of all metrics, the source of `docs/metrics.md`. With by="domain", a metric is reported as `domain/<domain>/<name>` for each domain
+and as `<name>` for all; with another `by`, such as "phase", as `<name>/<phase>`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Metric:
     by: Literal["domain", "phase", "role", "role/phase", "transport"] | None = None
     denominators: tuple[str, ...] = ()
     """Metrics with the number of items, for a mean whose sum a loss function reports; the first reported one is used. Empty: each optimizer
-    step is one item."""
+    step is an item."""
     shown: bool = True
     """False for metrics that are only inputs of derived metrics."""
 

@@ -43,8 +43,8 @@ class MetricSums:
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Add a value; for a mean, the sum over `count` items.
 
-        `label`: the value's domain, phase or role (`Metric.by` says which kind); ALL_DOMAINS: a value over all domains. `part`: reward term
-        or subset of the domain's samples; kept as a separate metric, so the domain's own value needs another call.
+        `label`: the value's domain, phase or role (see `Metric.by`); ALL_DOMAINS: a value over all domains. `part`: reward term or subset
+        of the domain's samples, a separate metric: the domain's own value needs another call.
         """
         metric = metric_of(name)
         if label == ALL_DOMAINS and metric.by == "domain":
@@ -63,7 +63,7 @@ class MetricSums:
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
         """Add a loss function's sums for one optimizer step.
 
-        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all domains. For a mean, `sums` must also hold the number of items
+        Key `<name>#<i>` is the sum over `domains[i]`, `<name>` over all domains. For a mean, `sums` also holds the number of items
         (`Metric.denominators`); means over 0 items are skipped.
         """
         for key, value in sums.items():

@@ -36,7 +36,7 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, BeforeAfter]
-"""{subset of the validation samples: its metrics}. A subset is `overall`, a domain (`math`), or a domain's samples with one value of its
+"""{subset of the validation samples: its metrics}. Subsets: `overall`, a domain (`math`), or a domain's samples with one value of its
 `report_by` column (`math/level:5`)."""
 
 
@@ -80,8 +80,8 @@ def write_summary(
     resumed_after: int = 0,
     findings: Iterable[Finding] = (),
 ) -> Path:
-    """Replace summary.json atomically. `steps` includes earlier runs; `wall_s` (seconds by phase, and `total`) and `tokens` do not.
-    `exit_state`: "running", "completed", "interrupted", or "failed: <cause>"."""
+    """Replace summary.json atomically. `steps` includes earlier runs, `wall_s` (seconds by phase, and `total`) and `tokens` do not.
+    `exit_state`: "running", "completed", "interrupted", "failed: <cause>"."""
     assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {
@@ -128,7 +128,7 @@ class LivePicture:
 
 
 class LiveReport:
-    """Every `every` steps (0: never), starts a low-priority process that writes report.html, unless the previous one still runs."""
+    """Every `every` steps (0: never), starts a low-priority process that writes report.html, unless the last one still runs."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self._folder = folder
@@ -142,7 +142,7 @@ class LiveReport:
             self._process = subprocess.Popen(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
     def close(self) -> None:
-        """End the process: the run writes its last report itself."""
+        """End the process, since the run writes its last report itself."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()

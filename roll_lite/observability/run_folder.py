@@ -73,7 +73,7 @@ def continues_in_folder(config: RunConfig, run_folder: Path) -> bool:
 
 
 def keep_config(folder: Path, text: str) -> None:
-    """Write config.yaml; an older, different one is renamed to config-1.yaml, config-2.yaml, ..."""
+    """Write config.yaml. A different older file is renamed to config-1.yaml, config-2.yaml, ..."""
     file = folder / CONFIG_FILE
     if file.exists() and file.read_text(encoding="utf-8") != text:
         file.rename(next(older for number in count(1) if not (older := folder / f"config-{number}.yaml").exists()))
@@ -82,7 +82,7 @@ def keep_config(folder: Path, text: str) -> None:
 
 def cut_after(folder: Path, step: int, files: Sequence[str], folders: bool = True) -> None:
     """Remove what a run that resumes after `step` writes again: later steps, and validations from `step` on. `files`: JSON-lines files to
-    cut. `folders`: also remove files and folders named after these steps."""
+    cut. `folders`: also remove files and folders of these steps."""
     for name in files:
         if not (folder / name).exists():
             continue

@@ -1,4 +1,4 @@
-"""Times of a step's phases, for one thread. Nested phases are recorded as `outer/inner`, and count in the outer phase too."""
+"""Times of a step's phases, for one thread. A nested phase is recorded as `outer/inner`, and also counts in the outer phase."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepTimes:
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
-        """Function that returns, for a phase's name, a context manager to enter around the phase, such as a time limit."""
+        """Function from a phase's name to a context manager around the phase, such as a time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None

@@ -6,10 +6,8 @@ import torch
 
 
 class TraceRecorder:
-    """Profiler. Records CPU operations of the thread that starts it and of its backward passes, and all GPU kernels of the process.
-
-    Failures are returned, not raised: they must not end a run.
-    """
+    """Profiler. Records CPU operations of the starting thread and of its backward passes, and all GPU kernels of the process. Failures are
+    returned, since they must not end a run."""
 
     _recording: torch.profiler.profile | None = None
 

@@ -27,7 +27,7 @@ from roll_lite.observability.timers import Span
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""File with the run's ids at tracking services. Checkpoints hold the ids too, so that a resumed run continues under them."""
+"""File with the run's ids at tracking services. Checkpoints hold them too, so that a resumed run keeps its ids."""
 
 
 SAMPLE_COLUMNS = ("domain", "prompt", "response", "answer", "score", "correct", "outcome")
@@ -113,7 +113,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps metrics in memory by step. Records are replaced, never changed, since another thread may read them."""
+    """Keeps metrics in memory by step. Records are replaced, never changed, because another thread may read them."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -165,8 +165,8 @@ class Trackers(Tracker):
         self._trackers.clear()
 
     def _each(self, call: Callable[[Tracker], None], extra: str = "") -> None:
-        """Call `call` for each tracker. A tracker that fails is dropped or, with `extra` (name of an optional kind of data), gets no more
-        data of this kind."""
+        """Call `call` for each tracker. A failing tracker is dropped or, with `extra` (an optional kind of data), gets no more data of this
+        kind."""
         for tracker in list(self._trackers):
             if (tracker, extra) in self._without:
                 continue
@@ -247,7 +247,7 @@ class MlflowTracker(Tracker):
 
         self._metric = Metric
         self._again = ""
-        """Suffix of sample files in a resumed run, which may repeat steps: MLflow would append to the earlier file."""
+        """Suffix of sample files in a resumed run, which may repeat steps. MLflow would append to the earlier file."""
         self._client = MlflowClient(tracking_uri)
         if run.id is not None:
             self.run_id = run.id
@@ -376,7 +376,7 @@ class OpenTelemetryTracker(Tracker):
 
 
 def some_samples(file: Path, domains: Sequence[str], per_domain: int) -> dict[str, list[dict[str, Any]]]:
-    """Return {domain: its first samples} from a file of samples/, with the keys SAMPLE_COLUMNS; none if the file is missing."""
+    """Return {domain: its first samples} from a file of samples/, with the keys SAMPLE_COLUMNS; empty if the file is missing."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in domains}
     with suppress(OSError), file.open(encoding="utf-8") as lines:
         for line in lines:
@@ -430,8 +430,8 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings for trackers: without the section `trackers`, and with `${oc.env:NAME}` for the values of environment variables
-    with secret-like names."""
+    """Return the settings for trackers, without the section `trackers`. Values of environment variables with secret-like names become
+    `${oc.env:NAME}`."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:

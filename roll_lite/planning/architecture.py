@@ -23,7 +23,7 @@ class Architecture:
 
     def parameters(self, parallel: int = 1, expert_parallel: int = 1) -> int:
         """Count the parameters or, with tensor parallelism (`parallel`), those on one engine rank. Ranks that share a key/value head each
-        hold a copy."""
+        hold a copy of the head."""
         hf = self.hf
         cut = sum(self._attention(parallel) + self._feed_forward(layer, expert_parallel) for layer in range(hf.layers))
         embeddings = (1 if hf.tied_embeddings else 2) * hf.vocab_size * hf.hidden
@@ -32,8 +32,8 @@ class Architecture:
         return (cut + embeddings) // parallel + routers + norms
 
     def flops(self, length: float, backward: bool = False, recompute: str = "none") -> float:
-        """Count the FLOPs per token in a row of `length` tokens, of a forward pass or, with `backward`, of forward and backward pass.
-        `recompute`: Megatron's recomputation of activations (none, selective, full), which repeats part of the forward pass."""
+        """Count the FLOPs per token in a row of `length` tokens: of a forward pass or, with `backward`, also of the backward pass and of
+        Megatron's recomputation (`recompute`: none, selective, full)."""
         hf = self.hf
         layers, head = hf.token_flops(length / 2), 2 * hf.vocab_size * hf.hidden
         if not backward:
@@ -59,10 +59,10 @@ class Architecture:
 
 
 def find(path: Path, configuration: str, named: str | None) -> Architecture:
-    """Read config.json in folder `named` (option --model) or, without this option, in `path`.
+    """Read config.json in folder `named` (option --model), by default in `path`.
 
-    If there is no config.json, choose the public model (TABLE) whose name is the beginning of the folder's name or, if model.path is left
-    out, of the configuration's name. ValueError if there is none.
+    Without a config.json, choose the public model (TABLE) whose name begins the folder's name or, without model.path, the configuration's
+    name. ValueError if there is none.
     """
     folder = Path(named) if named is not None else path
     if (folder / "config.json").is_file():
@@ -78,7 +78,7 @@ def find(path: Path, configuration: str, named: str | None) -> Architecture:
 
 
 def of_scorer(path: Path) -> Architecture | None:
-    """Return the architecture of a reward model or judge; None if the model is neither local nor a known public model."""
+    """Return the architecture of a reward model or judge; None if the model is neither local nor a known public one."""
     try:
         return find(path, "", None)
     except ValueError:

@@ -70,7 +70,7 @@ def _problems(config: RunConfig, phases: list[PhaseMemory], cached: int, device:
 
 
 def remedies(config: RunConfig, model: Architecture, device: Device, phases: list[PhaseMemory]) -> Iterator[str]:
-    """Yield a text per role: the first change of one setting with which everything fits, and the peak memory that the change saves."""
+    """Yield a text per role: the first change of one setting with which everything fits, and the peak memory saved."""
     before = max(one.total for one in phases)
     for name, role in roles(config).items():
         for setting, value in _changes(config, role) if isinstance(role, ForwardRoleConfig) else _of_engines(role.strategy, before, device):
@@ -130,7 +130,7 @@ def layout_problem(config: RunConfig, model: Architecture) -> str | None:
 
 
 def search(config: RunConfig, model: Architecture, device: Device, devices: int) -> list[Plan]:
-    """Try up to TRIED layouts on `devices` devices, estimated fastest first, until LISTED of them fit. Return the plans that fit."""
+    """Try up to TRIED layouts on `devices` devices, fastest estimates first, until LISTED of them fit. Return the plans that fit."""
     candidates: list[tuple[float, int, int, RunConfig]] = []
     for trainers in sorted({devices, devices // 2, devices // 4, 3 * devices // 4}):
         placed = list(_with_engines(_placed(config, trainers, devices), model, device)) if trainers else []
@@ -164,8 +164,8 @@ def _layouts(model: Architecture, trainers: int) -> Iterator[dict[str, Any]]:
 
 
 def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
-    """Place training roles and the reference model on the first `trainers` devices, other roles on the remaining devices. If none remains,
-    all roles take turns on all devices."""
+    """Place training roles and the reference model on the first `trainers` devices, other roles on the rest. Without further devices, all
+    roles take turns on all devices."""
     first = 0 if trainers == devices else trainers
     for name, role in roles(config).items():
         own = list(range(trainers)) if isinstance(role, ForwardRoleConfig) else list(range(first, devices))
@@ -176,8 +176,8 @@ def _placed(config: RunConfig, trainers: int, devices: int) -> RunConfig:
 
 
 def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Iterator[RunConfig]:
-    """Yield the configuration with the engines' given tensor_parallel, and with the fastest other value. Values are left out if the KV
-    cache cannot hold one sample of maximum length."""
+    """Yield the configuration with the engines' given tensor_parallel, and with the fastest other value. Values whose KV cache cannot hold
+    one sample of maximum length are left out."""
     seconds: dict[int, float] = {}
     given, engines = config.actor_infer.strategy.tensor_parallel, len(device_numbers(config.actor_infer.devices))
     for parallel in {1, 2, 4, 8, given}:
@@ -191,7 +191,7 @@ def _with_engines(config: RunConfig, model: Architecture, device: Device) -> Ite
 
 
 def answer(config: RunConfig, configuration: str, parsed: Any) -> int:
-    """Print the plan (--search: the layouts that fit). Return the exit code: 0 if everything fits, 1 if not, 2 for an unusable argument."""
+    """Print the plan or, with --search, the layouts that fit. Return the exit code: 0 if all fits, 1 if not, 2 for an unusable argument."""
     logging.getLogger("megatron.core").setLevel(logging.ERROR)  # warns of experts in every traced layer
     try:
         model, device = find(config.model.path, configuration, parsed.model), DEVICES[parsed.device]

@@ -33,10 +33,9 @@ class Device:
 _TABLE = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 DEVICES = {name: Device(tflops=PEAK_TFLOPS[name], **one) for name, one in _TABLE.items()}
 TRAINING, FORWARD, READING, MOVING = 0.45, 0.5, 0.65, 0.7
-"""Fractions of the peak speed that are reached in practice: training; forward passes and prefill; reading device memory; links and
-network."""
+"""Fractions of the peak speed reached in practice: training; forward passes and prefill; reading device memory; links and network."""
 LAYER_S = 12e-6
-"""Seconds per layer of an engine's forward pass, besides reading weights; doubled with tensor parallelism."""
+"""Seconds per layer of an engine's forward pass, besides reading weights. Doubled with tensor parallelism."""
 STEPS = 8
 
 
@@ -65,7 +64,7 @@ class StepTime:
 
     @property
     def estimate_s(self) -> float:
-        """Seconds of a step, estimated without simulation. Training that waits for a whole batch also waits for one response of maximum
+        """Seconds of a step, estimated without simulation. If training waits for a whole batch, it also waits for one response of maximum
         length."""
         generate = self.phases["generate"].seconds
         others = sum(one.seconds for one in self.phases.values()) - generate

@@ -35,7 +35,7 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains with too many unscored samples, which start no prompts for later batches."""
+        """Domains with too many unscored samples. They start no prompts for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
@@ -89,8 +89,8 @@ class Admission:
         return self.plan.has_open(domain, self._requested_places()) and not self._schedulers[domain].exhausted
 
     def minimum_admission_batch(self, domain: str) -> int:
-        """Return the staleness limit of the domain's next batch: a group is too old for this batch if `batches_requested` was smaller when
-        the group was admitted."""
+        """Return the staleness limit of the domain's next batch: groups admitted at a smaller `batches_requested` are too old for this
+        batch."""
         most = self._pacing.supply.max_staleness
         return self.batches_requested + self.plan.turns_until(domain, most) - most
 

@@ -18,7 +18,7 @@ class EngineLoad:
     tokens: float = 0.0
     """Work of the engine's requests in flight: prompt tokens to prefill (without cached tokens) plus expected response tokens."""
     done: float = 0.0
-    """Tokens of that work which are finished: prompt tokens prefilled and response tokens generated."""
+    """Finished part of that work: prompt tokens prefilled and response tokens generated."""
     requests: int = 0
     generating: int = 0
     last_sign: float = 0.0
@@ -32,10 +32,8 @@ class EngineLoad:
 
 
 class EngineChoice:
-    """Chooses the least loaded engine, unless another has the request's prefix cached.
-
-    `most_requests`, `most_tokens`: limits per engine; None: unlimited.
-    """
+    """Chooses the least loaded engine, unless another has the request's prefix cached. `most_requests`, `most_tokens`: limits per engine;
+    None: unlimited."""
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
@@ -80,11 +78,8 @@ class EngineChoice:
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """Return (engine, load of the request in tokens); None if all engines are full.
-
-        `prefix`: key of the first `shared_tokens` prompt tokens, which an engine may have cached. `own_tokens`: remaining prompt tokens
-        plus expected response tokens.
-        """
+        """Return (engine, load of the request in tokens); None if all engines are full. `prefix`: key of the first `shared_tokens` prompt
+        tokens, which an engine may have cached. `own_tokens`: other prompt tokens and expected response tokens."""
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # An engine that has the prefix cached wins, unless its extra load exceeds the cost of a prefill elsewhere.

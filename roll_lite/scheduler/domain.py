@@ -19,11 +19,10 @@ from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, 
 from roll_lite.scheduler.unfinished import SavedGroups, SavedSample, Unfinished
 
 LEAST_LOSSES = 8
-"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch if that is more."""
+"""The run fails if this many groups in a row are lost (all samples failed), or 3 times the domain's groups per batch, if larger."""
 LONG_WINDOW_FACTOR = 4
 MAX_LOST_FRACTION = 7 / 8
-"""The run also fails if at least this fraction of the latest groups is lost. The number of groups counted is LONG_WINDOW_FACTOR times the
-limit above."""
+"""The run also fails if at least this fraction of the latest groups is lost. The window is LONG_WINDOW_FACTOR times the limit above."""
 
 
 class DomainFailed(RuntimeError):
@@ -69,8 +68,7 @@ class _PromptToStart:
     group: int | None = None
     """Number of the prompt's group in the resumed checkpoint."""
     batches_requested: int | None = None
-    """Number of batches that training had requested when `group` was admitted. Staleness of continued samples is measured from this
-    number."""
+    """Batches that training had requested when `group` was admitted. The staleness of continued samples counts from this number."""
     saved: Mapping[int, SavedSample] = field(default_factory=dict)
 
 
@@ -79,7 +77,7 @@ class _Live:
     number: int
     prompt: _PromptToStart
     batches_requested: int
-    """Number of batches that training had requested when the group was admitted. The group's staleness is measured from this number."""
+    """Batches that training had requested when the group was admitted. Its staleness counts from this number."""
     tasks: list[asyncio.Task[Sample]] = field(default_factory=list)
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
@@ -90,10 +88,8 @@ class _Live:
 
 
 class DomainScheduler:
-    """Runs the groups of one domain.
-
-    Calls `changed` when a group ends, `broken` on a fatal error, and `left_out` for a lost or filtered group.
-    """
+    """Runs the groups of one domain. Calls `changed` when a group ends, `broken` on a fatal error, and `left_out` for a lost or filtered
+    group."""
 
     def __init__(
         self,
@@ -127,8 +123,7 @@ class DomainScheduler:
         """Filtered groups not replaced because the batch's tries were used up (`when_short: continue`)."""
         self._tries_left = 0
         self._waits_for: int | None = None
-        """Number of the running group that the current batch waits for, because the group would be too old for the next batch; None: no
-        such group."""
+        """Number of a running group that the current batch waits for, since this group would be too old for the next batch; else None."""
 
     @property
     def running(self) -> int:
@@ -140,7 +135,7 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples that are being scored or wait for it, minus the number that reward workers can score at once; negative if workers are
+        """Samples that are being scored or wait for a score, minus those that reward workers can score at once. Negative if workers are
         free."""
         return self._runner.scoring - self._domain.rewards.capacity
 
@@ -264,9 +259,11 @@ class DomainScheduler:
             )
 
     def take(self, count: int, minimum_admission_batch: int) -> list[SampleGroup] | None:
-        """Return `count` groups for the current batch in order of admission; None if they are not ready. A group admitted before
-        `minimum_admission_batch` is too old for the next batch: if it is still running, the current batch waits for it, because dropping
-        slow groups would favour short responses."""
+        """Return `count` groups for the current batch in order of admission; None if they are not ready.
+
+        A running group admitted before `minimum_admission_batch` would be too old for the next batch. The current batch waits for it,
+        because dropping slow groups would favour short responses.
+        """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
         if len(self._finished) < count and (self._running or self.owed):
@@ -346,10 +343,8 @@ class DomainScheduler:
         return {"order": self._domain.order.state_dict(), "unfinished": unfinished}
 
     def load_state_dict(self, state: dict[str, Any], saved: SavedGroups, minimum_admission_batch: int) -> None:
-        """Restore the state and queue undelivered groups again.
-
-        A group continues from its `saved` samples if admitted at `minimum_admission_batch` or later; otherwise it starts from the prompt.
-        """
+        """Restore the state and queue undelivered groups again. Groups admitted at `minimum_admission_batch` or later continue from their
+        `saved` samples; others start from the prompt."""
         self._domain.order.load_state_dict(state["order"])
         self._put_back.clear()
         for one in state["unfinished"]:
@@ -362,7 +357,7 @@ class DomainScheduler:
         return self._taken_up.get(number, number)
 
     def reached(self, number: int) -> dict[int, Unfinished]:
-        """Return what a checkpoint stores of group `number`, which is not delivered yet: {index of the sample in the group: its state}."""
+        """Return what a checkpoint stores of the undelivered group `number`: {index of a sample in the group: its state}."""
         live = self._running.get(self.current(number)) or self._finished.get(self.current(number))
         if live is None:
             waiting = [one.saved for one in self._put_back if one.group == number]

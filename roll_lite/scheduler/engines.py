@@ -57,7 +57,7 @@ class Collected:
     dead: str | None = None
     """Cause of the engine's death; unanswered requests are lost."""
     blocks_waiting: int = 0
-    """Blocks that the engine holds ready for the next calls; a block is a table with the tokens of several samples."""
+    """Number of blocks (tables with the tokens of several samples) that the engine holds ready for the next calls."""
     parts: list[Turn] = field(default_factory=list)
     """New tokens of unfinished responses: rows that start with a dummy token (PART_PREFIX) instead of the prompt."""
 
@@ -90,10 +90,8 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """Concatenate all tokens of a request: earlier turns, prompt, response pieces (`parts`).
-
-        ConnectionError if a process that held tokens is gone.
-        """
+        """Concatenate all tokens of a request: earlier turns, prompt, response pieces (`parts`). ConnectionError if a process that held
+        tokens is gone."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -196,7 +194,7 @@ class BatchedEngine(ABC):
 
 
 def leaving(nodes: Mapping[int, str], draining: Collection[str]) -> Sequence[int]:
-    """Return the numbers of the engines on draining nodes. If all engines are on draining nodes, the first is left out, so that one engine
-    remains. `nodes`: {number of a serving engine: its node}."""
+    """Return the numbers of the engines on draining nodes, without the first if these are all engines, so that one remains. `nodes`:
+    {number of a serving engine: its node}."""
     doomed = [engine for engine, node in nodes.items() if node in draining]
     return doomed if len(doomed) < len(nodes) else doomed[1:]

@@ -1,5 +1,5 @@
-"""Dynamic sampling: filters finished sample groups by their scores or a user's function, before training. Groups of other prompts replace
-filtered groups, within the limit `tries`."""
+"""Dynamic sampling: filter finished sample groups before training, by scores or a user's function. Groups of other prompts replace them,
+within the limit `tries`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
 
 PRIOR_RESPONSES = 8
-"""Number of maximum-length responses that start an estimate: short responses finish first and would bias it."""
+"""Number of maximum-length responses that start an estimate. Without them, short responses, which finish first, would bias the estimate."""
 RESPONSES_REMEMBERED = 512
 """Number of latest lengths in an estimate, since lengths drift during training."""
 REFRESH = 16
@@ -30,7 +30,7 @@ ABORT_PATIENCE_S = 10.0
 
 
 DEADLY = 3
-"""If this many engines die while running a request, the request is given up, since it may have killed them."""
+"""A request is given up if this many engines die while running it, since it may have killed them."""
 
 
 class RequestFailed(Exception):
@@ -229,10 +229,10 @@ class Flight(Asked):
             self._look()
 
     def _look(self) -> None:
-        """Abort the request if its timeout is up; otherwise check again later.
+        """Abort the request if its timeout is up; else check again later.
 
-        Once the engine has started the request, the request's generation time counts, including that on earlier engines. Before the start,
-        only time in which the engine generates nothing at all counts.
+        After the engine has started the request, its generation time on all engines counts; before, only time in which the engine generates
+        nothing.
         """
         now = self._clock.time()
         if self.begun:

@@ -21,11 +21,8 @@ def group_line(
     group: SampleGroup | None = None,
     continues: int | None = None,
 ) -> dict[str, Any]:
-    """Return the line of a group that ended.
-
-    `row`: (epoch, prompt). `batches_requested`: number of batches that training had requested when the group was admitted. `continues`:
-    number of the dropped group whose prompt this group started again.
-    """
+    """Return the line of a group that ended. `row`: (epoch, prompt). `batches_requested`: batches that training had requested at the
+    group's admission. `continues`: number of the dropped group whose prompt this group started again."""
     line: dict[str, Any] = {
         "event": "group",
         "group": number,

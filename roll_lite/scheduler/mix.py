@@ -82,7 +82,7 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """{domain: planned groups whose prompt has not started, by their numbers over all batches}."""
+        """{domain: numbers (over all batches) of planned groups whose prompt has not started}."""
         self._places = 0
         self._planned: deque[_Batch] = deque()
         self.charged = 0
@@ -93,8 +93,8 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """Take the next planned group whose prompt has not started, and whose number is below its domain's limit in `most`. Return (domain,
-        number over all batches)."""
+        """Take the next planned group whose prompt has not started and whose number is below its domain's limit in `most`. Return (domain,
+        number)."""
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -118,14 +118,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, most: int) -> int:
-        """Return how many batches ahead the next batch with groups of this domain is: 1 for the next batch; `most` + 1 if none of the next
-        `most` batches has any."""
+        """Return how many batches ahead the domain's next groups are: 1 for the next batch; `most` + 1 if `most` batches have none."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan()
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """Remove a domain that has no prompts left. Batches already planned get smaller; in later batches, other domains take its share."""
+        """Remove a domain without further prompts. Planned batches get smaller; in later batches, other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)

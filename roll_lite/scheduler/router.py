@@ -16,7 +16,7 @@ from roll_lite.scheduler.flight import EngineClock, ExpectedLength, Flight, Requ
 NEW_COST = 0.1
 """Weight of the newest request in a domain's mean load per request."""
 READY_SHARE = 0.25
-"""Requests sent to an engine beyond its slots, as a fraction of its slots: a waiting request fills a free slot at once."""
+"""Requests sent to an engine beyond its slots, as a fraction of the slots, so that a waiting request fills a free slot at once."""
 MAX_ABORTS_WITHOUT_PROGRESS = 3
 """Maximum number of aborts in a row without new tokens."""
 
@@ -26,8 +26,8 @@ class NoEngineLeft(RuntimeError):
 
 
 class Router:
-    """Sends each request to the least loaded engine, or to an engine that has the request's prefix cached. Deterministic runs choose the
-    engine by request id and start requests in waves.
+    """Sends each request to the least loaded engine, or to an engine that has its prefix cached. Deterministic runs choose the engine by
+    request id and start requests in waves.
 
     `engine_slots`: requests that an engine runs at a time. `engine_tokens`: limit of tokens in flight per engine. `timeout_s` counts from a
     request's start in the engine.
@@ -42,7 +42,7 @@ class Router:
         engine_tokens: int | None = None,
         engines_restart: bool = False,
     ) -> None:
-        """`engines_restart`: lost engines are replaced, so requests wait instead of failing if no engine is left."""
+        """`engines_restart`: lost engines are replaced, so that requests wait instead of failing if none is left."""
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate(self._all_serve) if deterministic else None
         self.clock = EngineClock()
@@ -102,8 +102,8 @@ class Router:
             self._go_on_from(flight, turn)
 
     async def _generate_in_wave(self, flight: Flight, gate: WaveGate) -> Turn:
-        """Generate a response in a wave of requests that start together (deterministic runs). An interrupted request starts over, because a
-        continued response would differ from an uninterrupted one."""
+        """Generate a response in a wave of requests that start together (deterministic runs). Interrupted requests start over, since
+        continued responses would differ."""
         async with gate.wave(flight.first.request_id) as wave:
             while True:
                 await self._place(flight)
@@ -131,10 +131,8 @@ class Router:
                 return turn
 
     def _go_on_from(self, flight: Flight, turn: Turn) -> None:
-        """Continue an aborted request.
-
-        Raise RequestFailed after too many aborts in a row without new tokens; aborts while the router is on hold do not count.
-        """
+        """Continue an aborted request. RequestFailed after too many aborts in a row without new tokens; aborts during a hold do not
+        count."""
         if turn.length and turn.tokens is not None:
             flight.interrupted(turn)
             flight.aborts_without_progress = 0
@@ -147,10 +145,8 @@ class Router:
     # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """True if more prompts may start.
-
-        `announced`: admitted requests that have not reached the router, with `tokens` expected tokens.
-        """
+        """True if more prompts may start. `announced`: admitted requests that have not reached the router; `tokens`: their expected
+        tokens."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -297,8 +293,8 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Send waiting requests, first those of the domain with the fewest requests in flight, so that one domain's long responses do not
-        delay other domains."""
+        """Send waiting requests. The domain with the fewest requests in flight comes first: one domain's long responses do not delay
+        others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             flight = queue[0]
@@ -351,8 +347,8 @@ class Router:
 
 
 class Wave:
-    """Requests of a deterministic run that start together. If an engine is lost, all its requests of the wave start again, even answered
-    ones, so that the replacement gets the same batch."""
+    """Requests of a deterministic run that start together. If an engine is lost, its requests of the wave start again, even answered ones:
+    the replacement gets the same batch."""
 
     def __init__(self, request_ids: Iterable[str], all_serve: Callable[[], bool]) -> None:
         self._running = set(request_ids)
@@ -362,7 +358,7 @@ class Wave:
         self._lost: set[str] = set()
 
     async def starts_again(self, request_id: str, engine: str, is_lost: bool) -> bool:
-        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: the request's engine was lost."""
+        """Wait until the whole wave is answered; return True if the request must start again. `is_lost`: its engine was lost."""
         place = asyncio.get_running_loop().create_future()
         self._answered[request_id] = (engine, place)
         self._running.discard(request_id)
@@ -394,7 +390,7 @@ class Wave:
 
 
 class WaveGate:
-    """Barrier of deterministic runs: requests start together once every unfinished sample waits, so that engines get the same batches in
+    """Barrier of deterministic runs. Requests start together once every unfinished sample waits, so that engines get the same batches in
     every run."""
 
     def __init__(self, all_serve: Callable[[], bool]) -> None:
@@ -402,8 +398,8 @@ class WaveGate:
         self._members = 0
         self._waiting: dict[str, asyncio.Future[Wave]] = {}
         self._waves: list[Wave] = []
-        """Waves with unfinished requests. If every sample has called `join`, there is at most one: the next wave starts only when all
-        samples wait for it."""
+        """Waves with unfinished requests. If every sample has called `join`, there is at most one: the next starts only when all samples
+        wait."""
 
     def join(self) -> None:
         self._members += 1

@@ -50,8 +50,7 @@ class _Row:
         self.segments: tuple[Segment, ...] = (Segment(Author.PROMPT, self.length),) if self.length else ()
         self.last: int | None = None
         self.free = False
-        """True if no request has continued the row's last response yet. The first request to continue it extends this row; later ones start
-        new rows."""
+        """True if no request has continued the row's last response. The first such request extends this row; later ones start new rows."""
 
     def add(self, author: Author, tokens: int, number: int, turn: Turn) -> None:
         if tokens:
@@ -64,8 +63,8 @@ class _Row:
 class Conversation:
     """Sample being generated: a tree of responses, usually a single response.
 
-    The tree's branches become training sequences (rows). If several requests continue the same response, the first extends the response's
-    row, and each other request starts a new row, so that every response is trained in exactly one row.
+    Branches become training sequences (rows). If several requests continue one response, the first extends the response's row and the
+    others start new rows, so that every response is trained in exactly one row.
     """
 
     __slots__ = ("_ask", "_end", "_kept", "_new_number", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
@@ -100,11 +99,10 @@ class Conversation:
     async def respond(
         self, token_ids: Sequence[int], number: int = 0, after: int | None = None, most: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """Let the policy respond to tokens.
+        """Let the policy respond to tokens; RequestFailed on a failure.
 
-        Raises RequestFailed on a failure. `number`: number of this response, from 0. `after`: number of the response that the tokens
-        follow; None: the tokens are a prompt. `most`: maximum response tokens; None: all that the sample has left. `stop`: further stop
-        strings.
+        `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: the tokens are a prompt. `most`:
+        maximum response tokens; None: all that the sample has left. `stop`: further stop strings.
         """
         given = array("i", token_ids).tobytes() if self._wants_ids else b""
         saved = self._saved_turn(after, given)
@@ -141,7 +139,7 @@ class Conversation:
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the episode's responses so far, and saved ones that the episode has not requested again since the resume."""
+        """Return the episode's responses so far, and saved responses not requested again since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
     def _free_row(self, after: int) -> _Row | None:
@@ -191,8 +189,7 @@ class Conversation:
 
 
 UNCOUNTED_LOSSES = 8
-"""Number of attempts of a sample that may be lost with their workers before such losses count as retries, since other episodes may have
-killed the workers."""
+"""Attempts of a sample that may be lost with their workers (other episodes may have killed these) before such losses count as retries."""
 
 
 class EpisodeFailed(Exception):
@@ -203,7 +200,7 @@ class EpisodeFailed(Exception):
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Runs one conversation. Does not catch RequestFailed; raises EpisodeFailed if the environment fails."""
+"""Function that runs one conversation. RequestFailed passes through; EpisodeFailed means that the environment failed."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:
@@ -214,8 +211,7 @@ Seeds = Callable[[SampleId], int | None]
 
 
 def seeds_from(run_seed: int) -> Seeds:
-    """Return a function that derives a seed from a sample's identity and attempt. After a restart of the run, a prompt therefore gets the
-    same samples; a retry gets another sample."""
+    """Return a function that derives a seed from a sample's identity and attempt, so that a restarted run generates the same samples."""
 
     def seed(sample: SampleId) -> int:
         return stable_hash(run_seed, sample.domain, sample.prompt_uid, sample.epoch, sample.index, sample.attempt)
@@ -237,7 +233,7 @@ class RewardClient(Protocol):
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. A sample that fails for good is returned as failed, with the cause."""
+    """Generates and scores samples of one domain. A sample that fails permanently is returned as failed, with the cause."""
 
     def __init__(
         self,
@@ -252,10 +248,8 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`generated` is called when a sample begins to wait for its score.
-
-        `queue`: name of the samples' queue in the router (default: the domain's name).
-        """
+        """`generated` is called when a sample begins to wait for its score. `queue`: name of the samples' queue in the router (default: the
+        domain's name)."""
         self.scoring = 0
         self._reached: dict[tuple[int, int], Callable[[], Unfinished | None]] = {}
         self._domain = domain

@@ -98,8 +98,8 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Return how many held-out samples may run: the capacity that training leaves free, but at least 1 / (1 + number of domains) of the
-        whole capacity."""
+        """Return how many held-out samples may run: the capacity that training leaves free, but at least 1 / (1 + number of domains) of all
+        capacity."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -121,7 +121,7 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Wait for a batch of `prompts` groups, divided by the domains' shares. The batch is smaller if filter tries or prompts run out."""
+        """Wait for a batch of `prompts` groups, divided by the domains' shares; smaller if filter tries or prompts run out."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # with other supplies it starts when the previous batch is handed out
         admission = self._admission
@@ -207,7 +207,7 @@ class RolloutService:
 
     async def hold(self) -> None:
         """Prepare for a weight update, which `set_version` ends. DRAIN waits for running responses, ABORT interrupts them, PAUSE only stops
-        the timeout clock: the first bucket of weights pauses the engines."""
+        the timeout clock (the first bucket of weights pauses the engines)."""
         on_sync = self._pacing.on_sync
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
@@ -270,8 +270,8 @@ class RolloutService:
         }
 
     def unfinished(self, state: Mapping[str, Any]) -> dict[int, dict[int, Unfinished]]:
-        """Return current tokens and scores of samples that were undelivered in `state` (an earlier `state_dict`), by group number and
-        index."""
+        """Return {group number: {index: state}} of the samples undelivered in `state` (an earlier `state_dict`), with current tokens and
+        scores."""
         handed_out = {group.group: complete(group) for group in self._handed_out}
         found: dict[int, dict[int, Unfinished]] = {}
         for name, domain in state["domains"].items():

@@ -115,8 +115,7 @@ class Progress(NamedTuple):
 
 
 class Recorder:
-    """Collects statistics per batch. An event counts for the batch being generated at that time: a slow sample may count in several
-    batches."""
+    """Collects statistics per batch. An event counts for the batch generated at that time: a slow sample may count in several batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -177,7 +176,7 @@ def commonest(causes: Counter[str]) -> str:
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Return why a group is lost (all its samples, or its greedy baseline, failed); None if it is not lost."""
+    """Return why a group is lost (all its samples, or its greedy baseline, failed); None if it is not."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

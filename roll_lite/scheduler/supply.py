@@ -1,5 +1,5 @@
-"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given the numbers that training
-has requested and received."""
+"""Policies ("supplies") that limit how far generation runs ahead of training: how many batches may start, given how many training has
+requested and received."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Supply(Protocol):
         ...
 
     def batches(self, batches_requested: int, handed_out: int) -> int:
-        """Return how many of the run's batches may have started prompts, if training has requested `batches_requested` batches and received
+        """Return how many batches may have started prompts once training has requested `batches_requested` batches and received
         `handed_out`."""
         ...
 

@@ -76,8 +76,8 @@ NONE_SAVED: SavedGroups = {}
 
 
 class Unfinished(NamedTuple):
-    """Sample to save in a checkpoint. While its response is being generated, its tokens are those of `request` (context and prompt),
-    followed by those of `parts`."""
+    """Sample to save in a checkpoint. While its response is generated, its tokens are those of `request` (context and prompt), then of
+    `parts`."""
 
     sample: SavedSample
     request: GenerationRequest | None = None
@@ -87,8 +87,8 @@ class Unfinished(NamedTuple):
     def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
         """Return the checkpoint state of a sample in its first response.
 
-        `first`: original request. `request`: current one; after an interruption, it continues the response. `so_far`: whole response, but
-        its `tokens` end where `request` starts. `parts`: pieces of the response generated for `request`.
+        `first`: original request. `request`: current one, which continues an interrupted response. `so_far`: whole response, whose `tokens`
+        end where `request` starts. `parts`: response pieces generated for `request`.
         """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)

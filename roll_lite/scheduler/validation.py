@@ -24,10 +24,8 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`ended()` is called when a group ends.
-
-        `samples`: samples per prompt. `first_group`: first group number, unique over validations.
-        """
+        """`ended()` is called when a group ends. `samples`: samples per prompt. `first_group`: first group number, unique over
+        validations."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -44,8 +42,7 @@ class Validation:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
-        """Start prompts until `most` samples are running or waiting for a reward worker. If no sample is unfinished, start at least one
-        prompt."""
+        """Start prompts until `most` samples run or wait for a reward worker. If no sample is unfinished, start at least one prompt."""
         while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
             number, (name, index) = self._left.popleft()
             domain = self._domains[name]

@@ -76,7 +76,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """Raise ValueError for runs with filtered groups or oversampling, because lengths of surplus samples are not recorded."""
+    """Raise ValueError for runs with filtered groups or oversampling, since lengths of surplus samples are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -143,8 +143,8 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Fit `seconds` of each step as passes * pass_s + tokens * request_s; return (pass_s, request_s), neither negative. `rows`: (passes,
-    tokens) of each step."""
+    """Fit `seconds` of steps as passes * pass_s + tokens * request_s; return (pass_s, request_s), neither negative. `rows`: (passes,
+    tokens) by step."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
@@ -154,8 +154,8 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Measure the trainer: tokens per second and device in the time outside generation and weight updates, the fraction of that time spent
-    on log-probs, and the seconds of a weight update."""
+    """Measure the trainer: tokens per second and device outside generation and weight updates, the fraction of this time for log-probs, and
+    seconds of a weight update."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]

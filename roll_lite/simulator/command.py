@@ -39,7 +39,7 @@ class Question:
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Simulate the configuration (and alternatives, if `compare`) and print the results. Return the exit code: 0, or 2 for an unusable
+    """Simulate the configuration (and alternatives, with `compare`) and print results. Return the exit code: 0, or 2 for an unusable
     argument."""
     try:
         if question.picture is not None:
@@ -80,8 +80,8 @@ def refuse_unwritable(picture: Path) -> None:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Yield scenarios with half, the same and twice the number of engines, each with all supply policies (`supply: sync` only, if engines
-    and trainer take turns). `oversample` is kept only with `supply: sync`."""
+    """Yield scenarios with half, the same and twice the number of engines, each with all supply policies (only `sync` if engines and
+    trainer take turns). `oversample` is kept only with `supply: sync`."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0

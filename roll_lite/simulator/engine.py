@@ -42,8 +42,8 @@ class EngineRates:
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Return the engine time that one response of `tokens` tokens costs if `slots` requests always run: 1/`slots` of each pass's fixed
-        cost, the response's own computation and cache reads, and the prefill of `prefilled` tokens."""
+        """Return the engine time of one response of `tokens` tokens if `slots` requests always run: 1/`slots` of each pass's fixed cost,
+        the response's own computation and cache reads, and the prefill of `prefilled` tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -71,7 +71,7 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """Request in an engine. All running requests decode at the same pace, so one counter serves them: a request has generated
+    """Request in an engine. Running requests decode at the same pace and share a counter: a request has generated
     `SimulatedEngine._decoded_per_request - decoded_at_start` tokens."""
 
     asked: Asked
@@ -91,8 +91,8 @@ class _Run:
 
 
 class SimulatedEngine:
-    """Simulated engine behind the router's EngineClient interface. `length(request)`: tokens of the response before max_tokens cuts it.
-    `spans`: list that receives the Spans of its requests; None: they are not recorded."""
+    """Simulated engine behind the router's EngineClient interface. `length(request)`: response tokens before the cut at max_tokens.
+    `spans`: list that receives the Spans of its requests."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class SimulatedEngine:
         self._prefixes: Counter[str] = Counter()
         """Number of running requests by the prompt that they share. Only the first request of a prompt prefills it."""
         self._decoded_per_request = 0.0
-        """Tokens that a request would have decoded if it had run since the engine last had no running request."""
+        """Tokens decoded by a request that has run since the engine last had no running request."""
         self._cached = 0.0
         self._prefill_s = 0.0
         self._settled = self._loop.time()

@@ -16,16 +16,15 @@ VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a22
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
 """Phases: training, draining, weight update, and loading or offloading of engines."""
 MOST_ROWS = 96
-"""Up to this many request slots, each slot gets a row of the picture. With more slots, each engine gets one row, paler when fewer requests
-run."""
+"""Maximum request slots with a row each. With more slots, each engine gets one row, paler when fewer requests run."""
 COLUMNS = 1400
 
 
 def draw_engines(
     path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
 ) -> Path:
-    """Draw one panel per simulated run on a common time axis. `by`: what colours stand for, "version" (of the
-    weights) or "domain". `until`: end of the time axis in seconds."""
+    """Draw one panel per simulated run on a common time axis. `by`: meaning of colours, "version" (of weights) or "domain". `until`: end of
+    the axis in seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

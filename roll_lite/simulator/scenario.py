@@ -77,8 +77,8 @@ class Scenario:
 
     @property
     def mean_slots(self) -> int:
-        """Mean number of requests for which an engine has slots and KV cache. Responses are assumed to be half done; longer responses weigh
-        more, as they run longer."""
+        """Mean number of requests for which an engine has slots and KV cache. Responses are assumed half done; longer ones weigh more, as
+        they run longer."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots

@@ -42,7 +42,7 @@ class Step:
     tokens: int
     response_tokens: int
     work_s: float
-    """Seconds that one engine would take for the step's responses if its batch were always full and each group's prompt prefilled once."""
+    """Seconds that one engine would take for the step's responses with an always full batch and one prefill per group."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -66,9 +66,7 @@ class SimulatedRun:
     filtered: int = 0
     lost: int = 0
     behind_s: float = 0.0
-    """Time, summed over domains, in which no prompts for later batches started, because a batch or more of the domain's samples waited for
-    scores.
-    """
+    """Time, summed over domains, in which prompts for later batches did not start, because a batch or more of samples waited for scores."""
     early: int = 0
     exhausted: bool = False
 
@@ -88,7 +86,7 @@ class SimulatedRun:
 
     @property
     def ideal_s(self) -> float:
-        """Lower bound of a step: generation with fully used engines, or training if longer."""
+        """Lower bound of a step: the longer of generation with fully used engines, and training."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -219,7 +217,7 @@ class _Simulation:
             self.outcome.phases.append(SimulatedPhase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation: one pass at a time, over groups
+        """Simulate pipeline/early_passes.py, which computes log-probs of finished groups during generation, one pass at a time, over groups
         that will be in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:

@@ -1,4 +1,4 @@
-"""Simulated prompts, response lengths and scores. They are drawn by a hash of the sample's id and are therefore the same in all
+"""Simulated prompts, response lengths and scores. They depend only on a hash of the sample's id, and are therefore the same in all
 scenarios."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class DomainModel:
     all_right: float = 0.0
     """Fraction of prompts that are always solved."""
     all_wrong: float = 0.0
-    """Fraction of prompts that are never solved. Others have success probabilities uniform in 0 to 1."""
+    """Fraction of prompts that are never solved. Other prompts have success probabilities uniform in 0 to 1."""
     turns: Distribution | None = None
     max_turns: int = 1
     environment_s: Distribution | None = None

@@ -27,7 +27,7 @@ from roll_lite.workers.objectives import ActorLoss
 
 @dataclass(frozen=True)
 class CreditReport:
-    """Advantages that one rank has computed, and their metrics: `sums` add up over ranks, `peaks` are minima and maxima."""
+    """Advantages that one rank has computed, with their metrics: `sums` add up over ranks, `peaks` are minima and maxima."""
 
     block: Block
     sums: dict[str, float]
@@ -171,5 +171,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Drop the metrics of log-prob mismatch between engine and trainer, which after an update include its effect."""
+    """Drop the metrics of log-prob mismatch between engine and trainer. After an update, they include the update's effect."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

@@ -1,5 +1,5 @@
-"""Compute the advantages of one rank's rows. Group baselines need the whole batch, so all ranks, even those without rows, all-gather
-rewards and group numbers."""
+"""Compute the advantages of one rank's rows. Group baselines need the whole batch: all ranks, even without rows, all-gather rewards and
+group numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, SampleTable, users_adv
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ or be 0."""
+"""All-gather over data parallel ranks: returns every rank's tensor [rows, n] in rank order. Row counts may differ."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Credit:
     kl: torch.Tensor | None
     """KL(policy || reference) per token, without coefficient; None without KL penalty in the reward."""
     rewards_per_row: torch.Tensor
-    """[B] float64: the sample's score (only in its first row) minus coef * KL, so that a sample's rows add up to its reward."""
+    """[B] float64: the sample's score (only in its first row) minus coef * KL. A sample's rows thus add up to its reward."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -64,8 +64,8 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Compute advantages and the critic's targets from the columns that `credit_columns` names. All head ranks (one per data parallel rank)
-    must take part."""
+    """Compute advantages and the critic's targets from the columns of `credit_columns`. All head ranks (one per data parallel rank) must
+    take part."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -75,8 +75,8 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Return a function that turns the moments of this rank's rows into (mean, 1 / standard deviation) over all ranks' training tokens,
-    without rows with non-finite moments."""
+    """Return a function from the moments of this rank's rows to (mean, 1 / standard deviation) over all ranks' training tokens. Rows with
+    non-finite moments do not count."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = formulas.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -303,7 +303,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""Advantage estimators by their `name` in the configuration; settings beside `name` are passed as keyword arguments."""
+"""Advantage estimators by their `name` in the configuration. Settings beside `name` become keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",), "gigpo": ("input_ids",)}
 ALWAYS_WHITENED = ("reinforce_plus_plus",)

@@ -71,7 +71,7 @@ class EngineParts:
         self.lost: str | None = None
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Start the actors on further nodes together with `engine`, the first node's part: each waits for the others."""
+        """Start the actors on further nodes together with `engine` (the first node's part), since each waits for the others."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -89,8 +89,8 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the actors while they start. If one dies, kill this node's engine processes, which would wait forever. Runs in a thread,
-        since a starting engine may block the event loop."""
+        """Watch the actors while they start. If one dies, kill this node's engine processes, which would wait forever. Runs in a thread: a
+        starting engine may block the event loop."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

@@ -31,7 +31,7 @@ from roll_lite.scheduler.runner import Conversation, EpisodeFailed
 
 POLL_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-"""Seconds, beyond `turn_timeout_s`, until a worker that reports no timeout counts as lost."""
+"""Seconds beyond `turn_timeout_s` after which a worker that reports no timeout counts as lost."""
 
 
 class EnvironmentWorker:
@@ -66,7 +66,7 @@ class EnvironmentWorker:
 class _Lost(NamedTuple):
     cause: str
     alone: bool
-    """True if no other episode's environment was working in the lost process, so that this episode may have killed it."""
+    """True if no other episode's environment was working in the lost process: this episode may have killed the process."""
 
 
 @dataclass(eq=False)
@@ -106,11 +106,11 @@ class PooledEnvironment(ActorMember):
 
 
 class EnvironmentPool:
-    """Plays the episodes of one domain, each in the worker that runs the fewest. Episodes of a lost worker start again."""
+    """Plays the episodes of one domain, each in the worker with the fewest. Episodes of a lost worker start again."""
 
     def __init__(self, name: str, domain: DomainConfig, model: Path, limited: bool = True) -> None:
-        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, which send requests only once all samples
-        wait for a response."""
+        """`limited`: run at most `parallel` episodes per worker. False in deterministic runs, where all samples must wait before any
+        request is sent."""
         assert domain.environment is not None
         self._domain = domain
         self._settings = domain.environment

@@ -70,8 +70,8 @@ class InferWorker(AsyncWorker):
         await self._strategy.preload()
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU start one by one, because each measures
-        the free memory."""
+        """Start the engine if this is the replica's turn (rank % turns == turn). Engines on one GPU take turns, since each measures the
+        free memory."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -110,8 +110,8 @@ class InferWorker(AsyncWorker):
         await self._pump.submit(requests, frozen)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns the objects, so
-        they outlive this process."""
+        """Return completions since the last call, then `most_blocks` token blocks, padded with None. The caller owns them, so that they
+        outlive this process."""
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -129,8 +129,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """Update the engine's weights. If the update breaks off after some weights changed, the engine stays frozen until a complete
-        update."""
+        """Update the engine's weights. If an update breaks off after weights changed, the engine stays frozen until a complete update."""
         self._version = version
         return await self._transferred(self._strategy.update_weights(routes, version))
 
@@ -140,8 +139,8 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ life
 
     async def trace(self, folder: Path | None) -> list[str]:
-        """Start recording a profile of the engine's workers or, with `folder`, stop and write it there. Return an error text for each
-        worker, empty on success."""
+        """Start a profile of the engine's workers or, with `folder`, stop and write it there. Return an error text for each worker, empty
+        on success."""
         return await self._of_engine(self._strategy.trace(None if folder is None else f"{folder}/{self.role}-{self.rank}"))
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
@@ -176,10 +175,10 @@ class InferWorker(AsyncWorker):
         self._strategy.fail(cause)
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Await work of the engine, and raise MemberLost if it fails; a living engine is then given up.
+        """Await work of the engine. If it fails, give up the engine and raise MemberLost.
 
-        Two kinds of error are raised unchanged while the engine lives: TransferError, and any error before the first weight update, since
-        all engines would raise it.
+        Two kinds of error of a living engine are raised unchanged: TransferError, and errors before the first weight update, which all
+        engines would raise.
         """
         try:
             return await work
@@ -192,8 +191,8 @@ class InferWorker(AsyncWorker):
 
 
 class EngineSeat:
-    """Member of the rollout service's Fleet for one engine number. `engine` is the engine with this number that the Fleet watches; after a
-    loss, it is replaced."""
+    """Member of the rollout service's Fleet for one engine number. `engine` is the current engine with this number: after a loss, the
+    replacement."""
 
     def __init__(self, engine: RemoteEngine, is_absent: bool = False) -> None:
         self.name = engine.name
@@ -223,7 +222,7 @@ class EngineSeat:
 
 class RemoteEngine(BatchedEngine):
     """Client of an InferWorker. If the worker's process dies, the pending `collect` fails at once. `silence_s`: seconds without an answer
-    after which the worker counts as lost; None: unlimited."""
+    until the worker counts as lost; None: unlimited."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False, silence_s: float | None = None) -> None:
         super().__init__(name, frozen_admission)
@@ -260,7 +259,7 @@ class RemoteEngine(BatchedEngine):
         super().fail(cause)
 
     def kill(self) -> None:
-        """Kill the worker, even if a signal has stopped it: it could be resumed and serve old weights."""
+        """Kill the worker, even if a signal has stopped it. A resumed worker would serve old weights."""
         kill_actors([self._worker], [self._place])
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

@@ -1,5 +1,5 @@
-"""Losses of actor and critic. Each returns a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over
-micro-batches and ranks. The metric `<name>#<number>` is over one domain, by its number. Masked entries, even NaN, count as 0."""
+"""Losses of actor and critic: a micro-batch's loss, sum(loss_weight * token loss), and metric sums that add up over micro-batches and
+ranks. `<name>#<number>` is the metric of one domain. Masked entries, even NaN, count as 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roll_lite.data.user_function import load_function
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
 OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
-"""{algorithm.old_log_probs: column with the denominator of the policy ratio}. None: log-probs of the training forward pass, detached."""
+"""{algorithm.old_log_probs: column with the policy ratio's denominator}. None: detached log-probs of the training forward pass."""
 
 
 @dataclass(eq=False)

@@ -45,8 +45,7 @@ class PhaseWork:
     """Number of tokens, prompts included. A data parallel replica's ranks share its tokens equally; the same holds for `flops`."""
     flops: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
-    """Maximum bytes over the phase's runs: GPU memory that torch has "allocated" and "reserved", and "resident" host memory at a run's
-    end."""
+    """Maximum bytes over the phase's runs: "allocated" and "reserved" GPU memory, and "resident" host memory at a run's end."""
 
     moved: Counter[str] = field(default_factory=Counter)
     """Bytes that loads and offloads moved: "in" (to the device), "out" (to the host), "freed" (on the device)."""

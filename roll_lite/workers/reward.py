@@ -19,7 +19,7 @@ from roll_lite.rewards.running.batch_scorer import KILL_FACTOR, BatchScorer, Sco
 from roll_lite.workers.scoring_pool import ScoringJob, ScoringPool
 
 BATCH_SECONDS = 0.05
-"""Target seconds of one call: long against a remote call's overhead, short because results wait for the whole call."""
+"""Target seconds of one call: longer than a remote call's overhead, but short, since results wait for the whole call."""
 SLICE_SECONDS = 0.5
 """Seconds after which a call returns with finished samples: a hanging sample must not delay its batch."""
 MOST_SAMPLES = 64
@@ -86,8 +86,8 @@ class EpisodeRewards:
 
 
 class RewardPool(ScoringPool[PooledWorker, RewardInput, Score]):
-    """RewardClient over the reward workers of one domain. A function that hangs or kills its process fails its own sample; the other
-    samples of the call are scored again."""
+    """RewardClient over the reward workers of one domain. A function that hangs or kills its process fails its own sample; other samples of
+    the call are scored again."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self._config = config

@@ -47,7 +47,7 @@ class NotInitialized(MemberLost):
 
 
 class RewardModelWorker(Worker):
-    """Rank of a reward model. Its death does not end the run: Ray restarts the process, and the rollout service initializes it again."""
+    """Rank of a reward model. If it dies, the run continues: Ray restarts the process, and the rollout service initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -69,8 +69,7 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """Return each text's score or, if it cannot be scored, the reason. All ranks of a model copy must call this; only its head rank
-        returns results, other ranks None."""
+        """Return each text's score, or why it cannot be scored. All ranks of a model copy must call this; only the head returns results."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -134,8 +133,8 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Return a text's token ids. Special tokens of messages come from the chat template; plain text gets them unless it starts with
-        BOS."""
+        """Return a text's token ids. Messages get special tokens from the chat template, plain text from the tokenizer (unless it starts
+        with BOS)."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

@@ -60,8 +60,8 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks of a reward model that restart together: all ranks with Megatron, a single rank with hf. Ray restarts the processes; `start`
-    then loads the model."""
+    """Ranks of a reward model that restart together: all ranks with Megatron, one rank with hf. Ray restarts the processes; `start` loads
+    the model."""
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
@@ -73,7 +73,8 @@ class Ranks:
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """True until the first call of `start`: the driver has loaded the model. Later calls, after a loss, load it."""
+        """True until the first call of `start`, because the driver has already loaded the model. Later calls, after a loss, load the
+        model."""
         self._is_gone = False
         self._was_killed = False
 
@@ -95,8 +96,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Wait until a rank dies or stops answering. Return the cause if it stopped answering; raise MemberLost if it died or was
-        restarted."""
+        """Wait until a rank stops answering, and return the cause. If a rank dies or is restarted, raise MemberLost."""
 
         async def ask() -> None:
             if await self._find_places() != self._places:
@@ -111,7 +111,7 @@ class Ranks:
         return list(await asyncio.gather(*(actor.place.remote() for actor in self._actors)))
 
     def kill(self) -> None:
-        """Kill the ranks, so that Ray restarts them. Connected ranks are all killed, since they cannot accept a single new rank."""
+        """Kill the ranks, so that Ray restarts them. Of connected ranks all are killed, since they cannot accept a single new rank."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         if self._was_killed:
@@ -168,8 +168,8 @@ async def _reached(actor: Any) -> None:
 
 
 class RewardModelPool(ScoringPool[Ranks, ScoredText, float]):
-    """Client of a reward model, shared by domains; a batch may mix them. If a copy of the model loses a process, the samples on this copy
-    fail and it restarts."""
+    """Client of a reward model that domains share; a batch may mix their samples. If a copy of the model loses a process, its samples fail
+    and the copy restarts."""
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
@@ -281,8 +281,8 @@ class RewardModelClient:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """Return the number of workers and ranks replaced since the last call. If domains share a model, the first caller gets the count of
-        its ranks."""
+        """Return the number of workers and ranks replaced since the last call. Ranks of a model that domains share count for the first
+        caller."""
         return self._client.newly_replaced() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _scored(self, item: RewardInput) -> Score:

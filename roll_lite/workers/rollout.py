@@ -83,7 +83,7 @@ class RolloutBatch:
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""Thresholds that make garbage collection rare: with the defaults it takes three quarters of the time for 8,192 samples."""
+"""Thresholds that make garbage collection rare. With the defaults, collection takes three quarters of the time for 8,192 samples."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     async def _try_rewards(self, judges: Mapping[str, JudgeAddress]) -> None:
-        """Test each domain with a canned response to up to three prompts: score it, and play episodes with it. Errors end the run early."""
+        """Test each domain with a canned response to up to three prompts, by scoring and playing episodes. Errors end the run early."""
         trials = self._trials(judges)
         own = [trial.pool for trial in trials if trial.is_part and isinstance(trial.pool, RewardPool)]
         await asyncio.gather(*(pool.start() for pool in own))
@@ -203,8 +203,8 @@ class RolloutWorker(AsyncWorker):
             raise ValueError("\n".join(problems))
 
     def _trials(self, judges: Mapping[str, JudgeAddress]) -> list[Trial]:
-        """Return the tests of rewards that can run before the engines start. Of a reward that needs a model or judge of this run, only
-        other components are tested."""
+        """Return the tests of rewards that can run before the engines start. If a reward needs a model or judge of this run, only other
+        components are tested."""
 
         def waits(reward: RewardConfig) -> bool:
             return reward.name in (MODEL_REWARD, ENVIRONMENT_REWARD) or with_addresses(reward, judges) != reward
@@ -291,8 +291,8 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, blocks, result.stats, replaced, silences, ledger_text(result.ledger, step), state)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Return rows and tokens of finished groups that are certain to be in the batch being collected, without the groups in `known`;
-        nothing if fewer than `least` exist."""
+        """Return rows and tokens of finished groups that are certain to be in the current batch, without groups in `known`. Return nothing
+        for fewer than `least` groups."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -318,7 +318,7 @@ class RolloutWorker(AsyncWorker):
         self._router.add(client)
 
     async def engine_leaves(self, number: int) -> None:
-        """Move an engine's requests to other engines, since its node will leave. Return once it has none."""
+        """Move an engine's requests to other engines, since its node will leave. Return once the engine has none."""
         name = self._engines.members[number].name
         await self._router.drain(name, interrupt=True)
         self._left.add(name)
@@ -405,8 +405,8 @@ def _clock_offset() -> float:
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive top-k,
-    top-p and min-p."""
+    """Return sampling parameters for engines. `keep_mask`: with truncated sampling, engines also return the token ids that survive
+    truncation."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

@@ -1,5 +1,5 @@
-"""Output of the rollout service: for the driver, a table with one row per branch of each sample, and references to the rows' tokens in
-Ray's object store; for people, JSON lines; for replays, dumps."""
+"""Output of the rollout service: for the driver, one row per branch of each sample, with references to its tokens in Ray's object store;
+for people, JSON lines; for replays, dumps."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def tokens_of(groups: Sequence[SampleGroup], extra: Sequence[str] = ()) -> Block
 
 
 def turn_rewards_of(groups: Sequence[SampleGroup], per_turn: Mapping[str, float]) -> Block:
-    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: weight of its
-    reward}."""
+    """Return a block with the column `turn_rewards` for the rows of `rows_of`. `per_turn`: {domain that rewards turns: its reward's
+    weight}."""
     samples = [sample for group in groups for sample in group.samples]
     column = turn_rewards((row, weighted_rewards(sample, per_turn)) for sample in samples for row in sample.transcript.rows)
     return put_block(DataProto({"sample": torch.arange(len(column)), "turn_rewards": column}))
@@ -153,8 +153,8 @@ def ledger_text(lines: Iterable[dict[str, Any]], step: int | None = None) -> byt
 def write_samples(
     path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0, columns: Mapping[str, Sequence[str]] = NONE
 ) -> None:
-    """Write a line for each sample, failed ones and greedy baselines included. The file appears only when complete. `clock_offset`: wall
-    clock minus the event loop's clock, in seconds. `columns`: for a validation, the result of `reported_columns`."""
+    """Write a line per sample, also for failed samples and greedy baselines. The file appears only when complete. `clock_offset`: wall
+    clock minus event loop clock, in seconds. `columns`: of a validation, from `reported_columns`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset, columns.get(group.domain, ())))
     unfinished = path.with_suffix(".partial")

@@ -101,7 +101,7 @@ class StateGroup(StrEnum):
 
 
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Function that returns (sum of weight * token loss, metric sums) of a micro-batch. Both are added up over micro-batches and ranks."""
+"""Function that returns (sum of weight * token loss, metric sums) of a micro-batch; both are summed over micro-batches and ranks."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """Divide this rank's rows, of `lengths` tokens, into micro-batches. `together`: all data-parallel ranks make this call and get
-        equally many micro-batches."""
+        """Divide this rank's rows into micro-batches. `lengths`: tokens of each row. `together`: all data-parallel ranks make this call and
+        get equally many micro-batches."""
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
@@ -179,7 +179,7 @@ class CheckpointWrite:
         return True
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until this rank's files are on disk (collective). Return {path: record (size and checksum)}. Raise RuntimeError if writing
+        """Wait until this rank's files are on disk (collective). Return {path: record (size and checksum)}. RuntimeError if writing
         failed."""
         flush(self.files)
         return {str(file.relative_to(self.folder)): record(file) for file in self.files}
@@ -200,21 +200,18 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """Plan which tensors are sent to engines (equal on every rank): weights with adapters merged, or only adapters (lora.engines
-        "adapter").
-        """
+        """Plan which tensors are sent to engines, equal on every rank: weights with adapters merged, or only adapters (lora.engines
+        "adapter")."""
 
     @abstractmethod
     def export_bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket of tensors (collective). Return the tensors on the sending rank, None elsewhere. The tensors may share the
-        model's memory: they are valid only until training continues."""
+        """Gather one bucket of tensors (collective). Return them on the sending rank, None elsewhere. They may share the model's memory,
+        and are valid only until training continues."""
 
     @abstractmethod
     def replica_checksums(self) -> dict[str, str]:
-        """Return checksums of this rank's weights.
-
-        Keys consist of tensor name, stage and shard: ranks with the same key hold copies, whose checksums must agree.
-        """
+        """Return checksums of this rank's weights. Keys name tensor, stage and shard: ranks with the same key hold copies, whose checksums
+        must agree."""
 
     @property
     @abstractmethod
@@ -306,8 +303,7 @@ class RequestProgress:
     generated: int
     """Number of tokens so far; may lag slightly."""
     part: Completion | None = None
-    """New tokens since the last report, without the newest: that token may end the response, and a retry must not continue after the
-    end."""
+    """New tokens since the last report, except the newest: that token may end the response, and a retry must not continue after the end."""
 
 
 Report = Callable[[RequestProgress], None]
@@ -358,10 +354,8 @@ class InferenceStrategy(ABC):
         """Activate the new weights and clear prefix caches. Return the slowest worker's seconds by phase."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
-        """Receive a whole weight update while trainers run `WeightSender.send`.
-
-        After a TransferError, the engine keeps its old weights; if some were overwritten, it stays frozen until a complete update.
-        """
+        """Receive a whole weight update while trainers run `WeightSender.send`. After a TransferError, the engine keeps its old weights or,
+        if some were overwritten, stays frozen until a complete update."""
         await self.begin_weight_update(tensors_of(routes))
         buckets = by_bucket(routes)
         for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
@@ -393,5 +387,5 @@ class InferenceStrategy(ABC):
     async def shutdown(self) -> None: ...
 
     def fail(self, why: str) -> None:
-        """Declare the engine dead: something that it needs outside this process is gone."""
+        """Declare the engine dead, because something that the engine needs outside this process is gone."""
         raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

@@ -37,7 +37,7 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 
 
 ENGINES: Mapping[str, Callable[[], str]] = {"vllm": vllm.check_version, "sglang": sglang.check_version}
-"""{engine name: function that returns the installed version}. The function raises NotInstalled, or RuntimeError for an unsupported
+"""{engine name: function that returns the installed version}. The functions raise NotInstalled, or RuntimeError for an unsupported
 version."""
 
 
@@ -45,7 +45,7 @@ version."""
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
     connects_ranks: bool
-    """True if all ranks share a process group: none can be replaced alone."""
+    """True if all ranks share a process group, so that none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
@@ -71,8 +71,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Return the settings of one of `sharers` engines that share a GPU equally. vLLM's memory setting is a fraction of the GPU's memory,
-    SGLang's a fraction of the memory that is still free. `place`: number of engines that start on the GPU before this one."""
+    """Return the settings of one of `sharers` engines that share a GPU equally. `place`: number of engines that start earlier on this GPU.
+    vLLM's memory setting is a fraction of all GPU memory, SGLang's of the memory still free."""
     part = strategy.gpu_memory_utilization / sharers
     taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
     return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
@@ -129,10 +129,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """Parse field names of an installed package, since importing takes seconds.
-
-    `places`: (file pattern, class name or None for all). Return an empty set if a class is missing.
-    """
+    """Parse field names of an installed package, since importing takes seconds. Empty if a class is missing. `places`: (file pattern, class
+    name or None for all)."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -43,7 +43,7 @@ class HfRewardStrategy(ForwardStrategy):
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """Return final_value, the score at each row's last token."""
+        """Return final_value: the score at each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
         tokens = batch.select(["input_ids"])

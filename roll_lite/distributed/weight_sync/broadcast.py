@@ -1,6 +1,6 @@
 """Weight transport by broadcast: gloo between hosts, NCCL between GPUs.
 
-Each channel (a sender and its receivers) has its own process group. Members meet at the rendezvous store before each bucket: a collective
+Each channel (a sender and its receivers) has a process group. Members meet at the rendezvous store before each bucket, since a collective
 cannot tell which member is missing.
 """
 
@@ -263,8 +263,8 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """Gloo receiver that gets one copy per machine: the machine's first worker receives into shared memory, from which its other workers
-    read."""
+    """Gloo receiver that gets one copy per machine. The machine's first worker receives into shared memory; its other workers read
+    there."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)

@@ -71,10 +71,11 @@ def split_by_transport(group: TransferGroup, route: Route) -> list[tuple[str, Ro
 
 
 def sender_to(group: TransferGroup, receiver: int, owner: int) -> int:
-    """Return the training rank that sends to a receiver: the rank on the receiver's GPU; else a rank whose GPU memory the receiver can
-    read; else `owner`, the rank that gathers the tensors.
+    """Return the training rank that sends to a receiver: the rank on the receiver's GPU, else a rank whose GPU memory the receiver can
+    read, else `owner`, which gathers the tensors.
 
-    A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory."""
+    A receiver always reads from the same GPU, since a CUDA context on another GPU costs memory.
+    """
     home = group.homes[receiver]
     on_own, *readable = [group.trainer_on.get((home.machine, device)) for device in (home.device, *home.visible)]
     near = [rank for rank in readable if rank is not None]
@@ -189,9 +190,9 @@ SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)
 class WeightSender:
     """Weight sender of a training rank. Gathering is collective: even a rank that sends nothing makes the same calls.
 
-    An engine worker on a training rank's GPU gets all tensors from that rank, so a bucket's owner broadcasts the bucket to the other
-    training ranks. Trainers and engines on shared GPUs then need no common NCCL group, in which kernels of two processes of a GPU would
-    wait for each other.
+    An engine worker on a training rank's GPU gets all tensors from that rank. The rank that gathers a bucket therefore broadcasts it to the
+    other training ranks. Trainers and engines on shared GPUs then need no common NCCL group, whose kernels would wait for each other on a
+    GPU.
     """
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
@@ -205,7 +206,7 @@ class WeightSender:
         self._routes: dict[int, list[Route]] = {}
         self._own_routes: dict[int, list[Route]] = {}
         self._for_all_ranks: set[int] = set()
-        """Buckets that their owner first broadcasts to all training ranks, because other ranks send them to engines."""
+        """Buckets that the owner first broadcasts to all training ranks, because other ranks send them to engines."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.by_transport: defaultdict[str, float] = defaultdict(float)
         self.nbytes: dict[str, int] = {}
@@ -280,10 +281,8 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def _finish_broadcasts(self) -> None:
-        """Wait for this rank's NCCL broadcasts to engines on other GPUs.
-
-        Otherwise such a broadcast could queue on the GPU behind a broadcast between trainers, whose owner waits for that engine (deadlock).
-        """
+        """Wait for this rank's NCCL broadcasts to engines on other GPUs. Otherwise such a broadcast could queue on the GPU behind a
+        broadcast between trainers, whose owner waits for that engine (deadlock)."""
         if isinstance(self._transport, SideBySideSender) and self._transport.group.failure is None:
             with self._transport.group.report_failures():
                 self._transport.finish_one("nccl")
@@ -349,10 +348,10 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_workers_ok: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive one bucket, start to receive the `following` bucket, and load the first meanwhile.
+        """Receive one bucket, start to receive the `following` one, and load the first meanwhile.
 
         `begin(again)` is called before an update's first bucket is loaded; `again`: the previous update stopped partway.
-        `all_workers_ok(ok)` returns True if every worker of the engine passed True; otherwise the bucket is not loaded.
+        `all_workers_ok(ok)` returns True if every worker passed True; else the bucket is not loaded.
         """
         if self._transport is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")

@@ -1,6 +1,6 @@
 """Transfer group: training ranks and engine workers that announce weight buckets through a rendezvous store.
 
-When engines join or leave, a new group with a higher epoch replaces the old one, whose members get StaleEpoch.
+When engines join or leave, a new group with a higher epoch replaces the old group, whose members get StaleEpoch.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Announcement:
     signature: str
     """Tensor count, size and layout checksum of the bucket, compared between members."""
     handle: str = ""
-    """Handle with which the receiver opens the sender's buffer. In a receiver's `done` announcement: all handles that the receiver still
-    uses, separated by spaces."""
+    """Handle by which the receiver opens the sender's buffer. In a receiver's `done` announcement: handles still in use, separated by
+    spaces."""
 
 
 Moment = Literal["here", "done"]
@@ -189,7 +189,7 @@ class TransferGroup:
 
     @contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Report exceptions in the block, so that all members stop waiting. Timeouts are not reported, as each member raises its own."""
+        """Report exceptions in the block, so that all members stop waiting. Timeouts are not reported, since each member raises its own."""
         try:
             yield
         except (StaleEpoch, TransferTimeout):
@@ -227,7 +227,7 @@ class TransferGroup:
         self._announced[route.channel].append((step, key))
 
     def await_announcements(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Wait for the other side: the sender waits for all receivers, a receiver for the sender. Return announcements by member number."""
+        """Wait for the other side: the sender for all receivers, a receiver for the sender. Return announcements by member number."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         announced = self._announced[route.channel]
@@ -292,8 +292,8 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Poll until all keys are in the store; the store's own wait would not name the missing key. `keys`: {key: number of the member
-        that writes it}."""
+        """Poll until all keys are in the store. The store's own wait would not name missing keys. `keys`: {key: number of the member that
+        writes it}."""
         missing = dict(keys)
 
         def arrived(pause: float) -> bool:

@@ -22,7 +22,7 @@ Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 
 
 class ExportedMemory(NamedTuple):
-    """GPU memory exported to one reader; allocated until the reader has opened and dropped it."""
+    """GPU memory exported to one reader. It stays allocated until the reader has opened and dropped it."""
 
     to: Home
     export: Export
@@ -45,7 +45,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Round up to a power of two, so that more buckets fit into a reused segment. Untouched pages take no memory."""
+    """Round up to a power of two, so that reused segments fit more buckets. Untouched pages take no memory."""
     return 1 << (nbytes - 1).bit_length()
 
 
@@ -97,9 +97,8 @@ class ExportedSegment(GpuSegment):
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Turn the allocator's expandable segments off, because exporting them by CUDA IPC needs permission to copy another process's file
-    descriptors.
-    """
+    """Turn the allocator's expandable segments off. Their export by CUDA IPC needs permission to copy another process's file
+    descriptors."""
     settings = torch._C._accelerator_getAllocatorSettings()
     fixed = re.sub(r"expandable_segments\s*:\s*True", "expandable_segments:False", settings)
     if fixed == settings:
@@ -119,8 +118,7 @@ def export(tensor: torch.Tensor) -> Export:
 
 
 def free_abandoned_exports(exported: Iterable[ExportedMemory], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """Free exports that no reader will release, and that torch would keep allocated: exports never opened, and exports of a reader not in
-    `homes`."""
+    """Free exports that no reader will release and torch would keep: exports never opened, and exports of readers not in `homes`."""
     abandoned = [one for one in exported if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
         count_down(one.export)

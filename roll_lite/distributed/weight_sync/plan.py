@@ -54,10 +54,8 @@ class ExportPlan:
 
 
 def bucket_limit(bucket_bytes: int, expert_owners: int, layer_bytes: int) -> int:
-    """Return the size limit of a bucket with experts.
-
-    An engine holds one such bucket of each owner; all of them together have `bucket_bytes` or, if larger, the size of one layer's experts.
-    `layer_bytes`: one owner's experts of a layer."""
+    """Return the size limit of a bucket with experts. An engine holds one such bucket of each owner: together `bucket_bytes` or, if larger,
+    one layer's experts. `layer_bytes`: one owner's experts of a layer."""
     return min(bucket_bytes, max(bucket_bytes // expert_owners, layer_bytes))
 
 
@@ -103,7 +101,7 @@ class Membership:
     members: tuple[str, ...]
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Size of a send buffer: it fits every bucket with several tensors. A tensor that is larger alone gets a larger buffer."""
+    """Size of a send buffer, which fits every bucket with several tensors. A larger single tensor gets a larger buffer."""
     trainers: int = 0
     """Number of training ranks. They are the first members."""
 
@@ -150,8 +148,8 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Plan a weight update. A bucket's owner sends to all engine workers; expert tensors go only to workers that hold them. `engines`:
-    {engine number: number of workers}. `expert_parallel`: number of workers among which an engine's experts are divided."""
+    """Plan a weight update. A bucket's owner sends to all engine workers, expert tensors only to workers that hold them. `engines`: {engine
+    number: number of workers}. `expert_parallel`: number of workers that divide an engine's experts."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -173,15 +171,15 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """Assert that each bucket has one owner. With two, gloo workers, which forward all buckets through two buffers, could deadlock."""
+    """Assert that each bucket has one owner. With two, gloo workers could deadlock, since they forward all buckets through two buffers."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if every worker holds a part of every
-    expert."""
+    """Return {name of an expert's tensor: index of the engine worker that holds the expert}. Empty if experts are sharded over all
+    workers."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}

@@ -1,7 +1,7 @@
 """Base of the weight transports, and the transport through memory that both sides can read.
 
 A bucket is one byte buffer; both sides compute its layout from the list of tensors. The sender reuses a buffer once all receivers report
-the bucket as loaded (`done`) and hold no tensors in it.
+the bucket as loaded (`done`) and hold none of its tensors.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Rout
 
 BUCKETS_AHEAD = 2
 Await = Callable[[], Mapping[int, set[str]]]
-"""Function that waits until every receiver has loaded a bucket. It returns {receiver: handles of the send buffers that the receiver still
-uses}."""
+"""Function that waits until every receiver has loaded a bucket. It returns {receiver: handles of send buffers still in use}."""
 
 
 class SendBuffers:

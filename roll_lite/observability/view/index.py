@@ -47,7 +47,7 @@ PAGE = """
     SELECT kind, step, domain, "group", "index", prompt_uid, score, correct, outcome, failure, finish_reason, response_tokens, turns,
         reward, advantage, prompt, response
     FROM samples WHERE rowid IN (SELECT place FROM page) ORDER BY "{column}" {order}, step DESC, "group", "index" """
-"""Query of one page of samples. It finds the page's row ids first, so that texts are read for this page only."""
+"""Query of one page of samples. The page's row ids are found first, so that texts are read for this page only."""
 COUNTS = """
     SELECT "{by}" AS value, count(*) AS count, avg(score) AS score, avg((correct = 'true')::INT) FILTER (correct != '') AS correct
     FROM {table} WHERE {where} GROUP BY ALL ORDER BY count DESC, value"""
@@ -117,13 +117,13 @@ class SampleIndex:
         self.changes += 1
 
     def _stamp(self, name: str) -> str:
-        """Return sizes and modification times of file `name` in samples/ and in credit/ (advantages of the same samples), as a text to
+        """Return sizes and modification times of file `name` in samples/ and credit/ (advantages of the same samples), as a text to
         compare."""
         states = [path.stat() for kind in ("samples", "credit") if (path := self._run / kind / name).exists()]
         return repr([(state.st_size, state.st_mtime_ns) for state in states])
 
     def page(self, given: Given, sort: str, start: int, count: int) -> list[dict[str, Any]]:
-        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; a leading `-` sorts
+        """Return `count` samples that match the filters `given`, from number `start` on. `sort`: a column of NUMBERS; `-` before it sorts
         the largest first."""
         column, order = sort.removeprefix("-"), "DESC NULLS LAST" if sort.startswith("-") else "ASC NULLS LAST"
         if column not in NUMBERS:
@@ -132,7 +132,7 @@ class SampleIndex:
         return self._rows(PAGE.format(where=where, column=column, order=order), [*values, count, start])
 
     def counts(self, given: Given, by: str) -> list[dict[str, Any]]:
-        """Count the samples that match the filters `given`, by value of a column, each with mean score and share of correct samples."""
+        """Count the samples that match the filters `given`, by value of a column, with mean score and share of correct samples."""
         if by not in (*WORDS, *NUMBERS, "part"):
             raise ValueError(f"by: {by!r} is none of {', '.join(WORDS + NUMBERS)}, part")
         where, values = conditions(given)
@@ -148,8 +148,8 @@ class SampleIndex:
 
 
 def conditions(given: Given) -> tuple[str, list[Any]]:
-    """Return (SQL condition, its values) for filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. Raise ValueError if
-    a bound is not a number."""
+    """Return (SQL condition, its values) for filters such as `domain=add`, `score_min=0.5`, `step_max=20`, `text=...`. ValueError if a
+    bound is not a number."""
     parts: list[str] = ["true"]
     values: list[Any] = []
     for name, wanted in given.items():

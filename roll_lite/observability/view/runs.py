@@ -24,8 +24,7 @@ PER_TOKEN = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "values", "a
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, Path]:
-    """Return {name: folder} of the runs at `places`, each a run's folder or a folder that holds runs. ValueError for a place without
-    runs."""
+    """Return {name: folder} of the runs at `places` (runs' folders, or folders that hold runs). ValueError for a place without runs."""
     found: dict[str, Path] = {}
     for place in places:
         files = [file for level in (".", "*", "*/*") for file in place.glob(f"{level}/{CONFIG_FILE}")]
@@ -72,8 +71,8 @@ class Run:
         return self._records
 
     def series(self, names: Collection[str], every: int = 1) -> dict[str, Any]:
-        """Return `steps` and `values`, {metric: value at each step, None if missing}. A name ending with `/` selects all metrics with this
-        prefix. `every`: keep each n-th step, and the last."""
+        """Return `steps` and `values`, {metric: value at each step or None}. A name ending with `/` selects all metrics with this prefix.
+        `every`: keep each n-th step, and the last."""
         prefixes = tuple(name for name in names if name.endswith("/"))
         records = dict(sorted(self.records().items()))
         steps = [step for number, step in enumerate(records) if number % every == 0 or number == len(records) - 1]
@@ -93,15 +92,15 @@ class Run:
         return [record for record in self.samples(name, f'"group":{group},') if record["group"] == group]
 
     def samples(self, name: str, mark: str = "") -> Iterator[dict[str, Any]]:
-        """Yield the records of a sample file, from lines that contain `mark`, with two further keys: `kind` (step or validation), and
-        `credit` (the sample's record in credit/, such as its reward, or None)."""
+        """Yield the records of a sample file, from lines that contain `mark`, with two more keys: `kind` (step or validation) and `credit`
+        (the sample's record in credit/, or None)."""
         credit = {(one["group"], one["index"]): one for one in lines_of(self.folder / "credit" / name)}
         for record in lines_of(self.folder / "samples" / name, mark):
             yield {**record, "kind": name.partition("_")[0], "credit": credit.get((record["group"], record["index"]))}
 
     def tokens(self, step: int, group: int) -> dict[int, list[dict[str, Any]]]:
-        """Return the tokens of a group's samples as {sample index: one dictionary per training row}. Dictionaries have lists with an entry
-        per token: `texts`, `chosen` (True if the policy chose it), and recorded columns of PER_TOKEN."""
+        """Return the tokens of a group's samples, {sample index: one dictionary per training row}. A dictionary's lists have an entry per
+        token: `texts`, `chosen` (True if chosen by the policy), and recorded columns of PER_TOKEN."""
         batch = self.folder / "batches" / f"step_{step:06d}"
         rows: dict[int, list[dict[str, Any]]] = {}
         for file in [*sorted(batch.glob("rows_*.parquet")), *self.folder.glob(f"dumps/{batch.name}.parquet")]:
@@ -114,7 +113,7 @@ class Run:
         return rows
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Return the text that each token adds when it is decoded after the token before it. Without a tokenizer, return token ids."""
+        """Return the text that each token adds to the token before. Without a tokenizer, return token ids."""
         if self._tokenizer is None:
             return [f"[{one}]" for one in ids]
         pairs = [ids[max(0, place - 1) : place + 1] for place in range(len(ids))]

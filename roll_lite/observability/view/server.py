@@ -85,7 +85,7 @@ class Viewer:
 
 
 def application(places: Sequence[Path], host: str = LOCAL[0]) -> web.Application:
-    """Build the server. On a local address it answers only local host names, so that no foreign page can query it."""
+    """Build the server. On a local address it answers only local host names, so that foreign pages cannot query it."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:

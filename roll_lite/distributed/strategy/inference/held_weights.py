@@ -1,7 +1,7 @@
 """Read an engine's weights back as Hugging Face tensors, to compare them with the trainer's.
 
-On CPUs, vLLM packs matrices. They are read by multiplying with the identity: exact except for the sign of zero and, on some CPUs, subnormal
-numbers.
+vLLM's matrices on CPUs are packed, and are read by multiplying with the identity: exact except for the sign of zero and, on some CPUs,
+subnormal numbers.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
     """Join the workers' parts of an expert layer and yield (name, full matrix). If this worker has all `count` experts, it has a slice of
-    each; otherwise worker w has the w-th block of consecutive, whole experts."""
+    each; else each worker has a block of whole experts."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
@@ -108,9 +108,8 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Return, for each matrix fused in the module, its rows on this worker, and how many workers hold these rows (several for replicated
-    key and value heads).
-    """
+    """Return two lists with an entry per matrix fused in the module: its rows on this worker, and the number of workers that hold the same
+    rows (several for replicated key and value heads)."""
     if isinstance(module, layers.linear.QKVParallelLinear):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

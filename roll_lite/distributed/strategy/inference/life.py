@@ -83,7 +83,7 @@ class EngineLife:
         self.paused = False
         self.away: set[EngineMemory] = set()
         self.blank = False
-        """True after an offload that dropped the weights, until a complete update."""
+        """True from an offload that dropped the weights until a complete update."""
         self.update: WeightUpdate | None = None
         self.halted: bool | None = False
         """True if the engine process has paused generation.

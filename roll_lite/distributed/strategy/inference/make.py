@@ -40,7 +40,7 @@ class EngineMake(EnginePart, Protocol):
     def is_dead(self) -> bool: ...
 
     async def prepare(self, config: HfConfig) -> None:
-        """Finish the start. Processes are already monitored, so that a crash is noticed."""
+        """Finish the start. Processes are already monitored for crashes."""
 
     async def answered(self) -> object:
         """Wait until the engine's step loop answers. The loop answers between steps, even while paused."""

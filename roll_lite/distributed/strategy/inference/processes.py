@@ -15,7 +15,7 @@ from roll_lite.distributed.session_guard import SHARED, remove_folder
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Environment variable with the pid of the hosting process. When that process ends, the engine's processes end."""
+"""Environment variable with the pid of the hosting process. The engine's processes end with that process."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
@@ -116,10 +116,8 @@ def end_group_with_host_or_leader() -> None:
 
 
 def _when_gone(pid: int, act: Callable[[], None]) -> None:
-    """Wait in a thread for the end of process `pid`, then call `act`.
-
-    If the hosting process has ended too, first remove the engine's scratch folder.
-    """
+    """Wait in a thread for the end of process `pid`, then call `act`. If the hosting process has ended too, first remove the engine's
+    scratch folder."""
     watched, host = _process(pid), _process(int(os.environ.get(HOST_PID, os.getpid())))
 
     def watch() -> None:
@@ -140,7 +138,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes, the caller last, except Python's resource trackers; remove their shared memory."""
+    """Kill processes, the caller last, and remove their shared memory. Python's resource trackers are not killed."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -35,7 +35,7 @@ class InFlight:
 
 
 Look = Callable[[Sequence[InFlight], bool], Awaitable[Sequence[RequestProgress | None]]]
-"""Function that returns each request's progress; None before the request begins. Its second argument: whether to return new tokens."""
+"""Function that returns each request's progress (None before the request begins). The bool argument: also return new tokens."""
 
 
 class ProgressReports:

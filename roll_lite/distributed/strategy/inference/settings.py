@@ -25,8 +25,8 @@ class NotInstalled(RuntimeError):
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Return the version of the first of `distributions` that is installed. Raise RuntimeError if the version is outside `supported`, and
-    NotInstalled if none is installed. `remedy`: what to install, for this message."""
+    """Return the version of the first of `distributions` that is installed. RuntimeError if the version is outside `supported`,
+    NotInstalled if none is installed. `remedy`: what to install, for messages."""
     low, high = supported
     for name in distributions:
         try:

@@ -1,7 +1,7 @@
 """Detect an engine that takes no steps although its processes live: a hung kernel, a deadlock.
 
-The engine's loop answers between steps. If an answer takes much longer than the longest step so far, without kernel compilation, the engine
-is stuck.
+The engine's loop answers between steps. An engine is stuck if an answer takes much longer than the longest step so far, without
+compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LATE = 0.5
 SLOWER = 4.0
 """Minimum ratio of the limit to the longest step so far."""
 FIRST_STEPS = 40.0
-"""The limit is multiplied by this until the first response has ended, because kernels are compiled until then."""
+"""Factor of the limit until the first response has ended, because kernels are compiled until then."""
 
 
 def step_limit(setting: float | str | None) -> float | None:

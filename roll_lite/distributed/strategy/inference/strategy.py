@@ -322,7 +322,7 @@ class EngineStrategy(InferenceStrategy):
 
     @asynccontextmanager
     async def _turn(self, event: EngineEvent) -> AsyncIterator[None]:
-        """Hold the lock during a call. Raise an error if the engine's state forbids the call (`event`)."""
+        """Hold the lock during a call. Raise an error if the engine's state forbids `event`."""
         self._require(event)
         async with self._order:
             self._require(event)

@@ -83,7 +83,7 @@ def write_base(folder: Path, model: Path) -> Path:
 
 
 def check_base(folder: Path, model: Path, adapters: bool) -> None:
-    """Raise ValueError if only one of checkpoint and run uses adapters, or if their adapters have different base models."""
+    """Raise ValueError if only one of checkpoint and run uses adapters, or if their base models differ."""
     of_adapters = is_file(folder / BASE_FILE)
     if of_adapters != adapters:
         holds, remedy = ("adapters", "set it") if of_adapters else ("a whole model", "leave it out")
@@ -93,7 +93,7 @@ def check_base(folder: Path, model: Path, adapters: bool) -> None:
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """Remove the optimizer's state, which differs between ranks: Megatron checks that the common state is equal on all of them."""
+    """Remove the optimizer's state, which differs between ranks. Megatron checks that the common state is equal on all of them."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -196,7 +196,7 @@ def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> 
 
 
 def _is_extra(name: str) -> bool:
-    """True for Transformer Engine's fp8 scaling factors: unused, they would prevent loading into torch's layers."""
+    """True for Transformer Engine's fp8 scaling factors. They are unused, and would prevent loading into torch's layers."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
@@ -229,8 +229,8 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """Make the distributed optimizer save its buckets with their padding. Megatron-Core 0.16 saves them without padding but looks up
-    offsets with padding, so that parameters after the first padding would load wrong values."""
+    """Make the distributed optimizer save its buckets with their padding. Megatron-Core 0.16 saves them without, but looks up offsets with
+    padding: parameters after the first padding would load wrong values."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -239,10 +239,8 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Return (container, key) of each tensor to load in the nested optimizer state.
-
-    `stored`: tensor names in the checkpoint; float32 weights missing there are removed.
-    """
+    """Return (container, key) of each tensor to load in the nested optimizer state. `stored`: tensor names in the checkpoint. Float32
+    weights missing there are removed."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -286,8 +284,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16, which looks for `step` among the tensors, although
-    parameter groups hold it."""
+    """Copy loaded tensors into the optimizer. Replaces a method of Megatron-Core 0.16 that looks for `step` among the tensors, although
+    parameter groups hold `step`."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

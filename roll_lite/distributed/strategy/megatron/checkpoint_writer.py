@@ -1,7 +1,7 @@
 """Write a rank's part of a checkpoint in a separate process while training continues.
 
-A thread would block the rank, since torch.save holds the GIL; a fork can hang with threads of Ray, gloo and CUDA. The process inherits
-memfds (anonymous files in memory) for tensors, job and result. It reports success by writing the result: Ray may reap its exit code.
+A thread would block the rank, since torch.save holds the GIL; a fork can hang with other threads. The process inherits memfds (anonymous
+files in memory) for tensors, job and result. A result means success: Ray may reap the exit code.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """Write the index of all ranks' files on the coordinating rank. Return {path of the index: its record}; empty on other ranks."""
+        """Write the index of all ranks' files on the coordinating rank. Return {path of the index: its record} there, {} on other ranks."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -111,9 +111,8 @@ class StagedWriter(FileSystemWriter):
 
 
 class RunningSave(CheckpointWrite):
-    """Save by a background process.
-
-    `files`: files of this rank; files that are already written are only flushed and recorded. `finish` is collective."""
+    """Save by a background process. `files`: this rank's files; files already written are only flushed and recorded. `finish` is
+    collective."""
 
     def __init__(self, folder: Path, files: Sequence[Path], writer: StagedWriter) -> None:
         super().__init__(folder)

@@ -50,7 +50,7 @@ class Balance:
     """Expert use and load-balancing loss of an optimizer step.
 
     Loss per layer and row, as in Switch Transformer: number of experts * sum over experts of (share of choices * mean probability); 1 if
-    use is even. It is computed over whole rows, so micro-batches and ranks do not change it.
+    use is even. Micro-batches and ranks do not change the loss, since rows are whole.
     """
 
     def __init__(self, coef: float) -> None:
@@ -71,10 +71,7 @@ class Balance:
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """Record a layer's load-balancing loss (summed over rows).
-
-        Return its share of the training objective: the loss times coef / rows.
-        """
+        """Record a layer's load-balancing loss (summed over rows). Return its share of the training objective: loss * coef / rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
@@ -147,7 +144,7 @@ class ExpertRouter(TopKRouter):
 
 
 class GroupedExperts(SequentialMLP):
-    """SequentialMLP that computes all experts of a rank with one kernel, which on GPUs needs bfloat16 and widths divisible by 8."""
+    """SequentialMLP that computes all experts of a rank with one kernel. On GPUs, the kernel needs bfloat16 and widths divisible by 8."""
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
         if not len(hidden) or (hidden.is_cuda and not self._fits_kernel(hidden)):
@@ -167,7 +164,7 @@ class GroupedExperts(SequentialMLP):
 
 class _GroupedProduct(torch.autograd.Function):
     """Product of each expert's tokens [tokens, in] with its weight [out, in], by one kernel. `ends`: index after each expert's last token.
-    The backward pass stacks the weights again instead of keeping the stacked copy."""
+    The backward pass stacks the weights again to save memory."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:

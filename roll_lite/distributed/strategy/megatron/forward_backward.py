@@ -15,7 +15,7 @@ OnHead = Callable[[torch.Tensor, ModelInput], Any]
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Call Megatron's finalize_model_grads without its division by the token count, which loss weights include."""
+    """Call Megatron's finalize_model_grads without dividing by the token count, which loss weights already include."""
     finalize_model_grads(chunks, None, **options)
 
 
@@ -32,8 +32,8 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Run micro-batches forward and backward. Gradients are summed over micro-batches and data-parallel ranks. `on_head(stage output,
-    input)` returns (loss, value); the last pipeline stage returns the values, other stages []."""
+    """Run micro-batches forward and backward, and sum gradients over micro-batches and data-parallel ranks. `on_head(stage output, input)`
+    returns (loss, value). The last pipeline stage returns the values, other stages []."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -81,9 +81,9 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sum metrics over micro-batches and data-parallel ranks; wait for the device once.
+    """Sum metrics over micro-batches and data-parallel ranks, waiting for the device once.
 
-    Context-parallel ranks have equal sums. They are averaged, so that all ranks see the NaN or infinity of one.
+    Equal sums of context-parallel ranks are averaged, so that one rank's NaN or infinity reaches all.
     """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:

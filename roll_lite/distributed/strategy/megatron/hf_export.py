@@ -64,10 +64,8 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Group tensors into buckets of one dtype, as a bucket is gathered as one tensor.
-
-    A bucket has at most `bucket_bytes`, unless a tensor is larger.
-    """
+    """Group tensors into buckets of one dtype, since a bucket is gathered as one tensor. A bucket has at most `bucket_bytes`, or one
+    tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -86,12 +84,11 @@ def _nbytes(tensor: _Described) -> int:
 
 
 def _in_turns(owned: Sequence[Sequence[_Described]], bucket_bytes: int, expert_owners: int = 1) -> list[list[_Described]]:
-    """Return the buckets in the order of sending: one of each owner in turn, so that an owner gathers its bucket while engines load the
-    previous owner's.
+    """Order the buckets for sending: one of each owner in turn, so that an owner gathers while engines load the previous bucket.
 
-    With several `expert_owners`, an engine holds a layer's experts in memory until all owners have sent theirs. To limit this memory, one
-    bucket of each owner together has at most `bucket_bytes` (or one layer's experts, if these are larger), and a bucket with experts ends
-    with a layer."""
+    With several `expert_owners`, an engine holds a layer's experts until all owners have sent theirs. Therefore one bucket of each owner
+    together has at most `bucket_bytes` (or one layer's experts, if larger), and a bucket with experts ends with a layer.
+    """
     of_experts = [tensors for tensors in owned if tensors and _layer(tensors[0])]
     share = max((sum(_nbytes(one) for one in tensors if _layer(one) == _layer(tensors[0])) for tensors in of_experts), default=0)
     limit = whole_layers = bucket_bytes
@@ -160,10 +157,8 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, joined: torch.Tensor) -> list[torch.Tensor]:
-        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v).
-
-        `joined`: the parameter, joined over ranks that share a key/value head.
-        """
+        """Split a parameter into this rank's shards of its Hugging Face tensors (such as q, k and v). `joined`: joined over ranks that
+        share a key/value head."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, joined, self._hf)]
 
@@ -220,10 +215,8 @@ def write_hf(
     read: Read = read_parameter,
     write: Write | None = None,
 ) -> list[Path]:
-    """Write a Hugging Face folder (collective) and return this rank's files.
-
-    `source`: the model's folder. `read`: returns a parameter's values. `write`: writes a file's bytes.
-    """
+    """Write a Hugging Face folder (collective) and return this rank's files. `source`: the model's folder. `read` returns a parameter's
+    values; `write` writes a file's bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = exporter.plan(FILE_BYTES).buckets()
     files: dict[str, str] = {}

@@ -56,10 +56,9 @@ def load_weights(
     value_init: ValueInit | None,
     key: str,
 ) -> None:
-    """Load this rank's weights.
+    """Load this rank's weights. ValueError for missing, unknown and misshapen tensors.
 
-    ValueError for missing, unknown and misshapen tensors. `value_init`: "actor" leaves the value head at zero; None: language model. `key`:
-    YAML path of `folder`.
+    `value_init`: "actor" leaves the value head at zero; None: language model. `key`: YAML path of `folder`.
     """
     checkpoint = HfCheckpoint(folder, key)
     fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()

@@ -1,6 +1,6 @@
 """Table that maps Megatron tensors to Hugging Face tensors.
 
-Tensor parallelism shards a Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins its shards of one or more Hugging
+Tensor parallelism shards a Hugging Face tensor evenly along one dimension. A rank's Megatron tensor joins shards of one or more Hugging
 Face tensors.
 """
 
@@ -118,7 +118,7 @@ FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Value head, named as in Hugging Face's sequence classification with one label, so that reward models can be loaded."""
+"""Value head, named as in Hugging Face's one-label sequence classification, so that reward models can be loaded."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Return how many consecutive tensor-parallel ranks share a key/value head, which Megatron then shards: more than 1 only for q, k and v
-    if there are fewer key/value heads than ranks."""
+    """Return how many consecutive tensor-parallel ranks share (and shard) a key/value head: more than 1 only for q, k and v with fewer
+    key/value heads than ranks."""
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 

@@ -47,8 +47,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class SdpaAttention(MegatronModule):
-    """Causal grouped-query attention within packed rows, optionally with a sliding window: [tokens, 1, heads, head_dim] -> [tokens, 1,
-    heads * head_dim]. Context-parallel ranks gather keys and values."""
+    """Causal grouped-query attention within packed rows, with an optional sliding window: [tokens, 1, heads, head_dim] -> [tokens, 1, heads
+    * head_dim]. Context-parallel ranks gather keys and values."""
 
     def __init__(
         self,
@@ -152,14 +152,12 @@ TORCH = LayerParts(
     fused=False,
 )
 TORCH_ON_GPU = replace(TORCH, experts=ModuleSpec(GroupedExperts, submodules=TORCH.experts.submodules))
-"""Layers for GPUs: one kernel computes all experts. Adapters, which hook into each expert's layers, cannot use them."""
+"""Layers for GPUs: one kernel computes all experts. Adapters cannot use them, since they hook into each expert's layers."""
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """Choose layer classes.
-
-    "auto": Transformer Engine's classes if it is installed, on a GPU and without adapters. ValueError if `wanted` classes are unusable.
-    """
+    """Choose layer classes. "auto": Transformer Engine's if it is installed, on a GPU and without adapters. ValueError if `wanted` classes
+    are unusable."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")

@@ -9,17 +9,17 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""Maximum logits kept for the backward pass (64 MiB in float32); beyond, all are recomputed."""
+"""Maximum logits kept for the backward pass (64 MiB in float32). If there are more, all are recomputed."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute log-probs of the targets and, with `entropy`, entropy of softmax(hidden @ weight.T / temperatures): both [N] float32,
+    """Compute log-probs of the targets and, with `entropy`, entropies of softmax(hidden @ weight.T / temperatures): [N] float32,
     differentiable, equal on all ranks.
 
-    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss. A rank's gradient of `hidden` covers only its
-    share of the vocabulary.
+    hidden [N, H], weight [V/tp, H]. All tensor-parallel ranks must compute the same loss. A rank's gradient of `hidden` covers its share of
+    the vocabulary.
     """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)

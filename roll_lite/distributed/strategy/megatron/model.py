@@ -25,7 +25,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.models.hf_config import HfConfig, RopeConfig
 
 ROTARY_STEP = 256
-"""Rotary embedding lengths are multiples of this, so that Megatron caches only a few."""
+"""Rotary embedding lengths are multiples of this number, so that Megatron caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:

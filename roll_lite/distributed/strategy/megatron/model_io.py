@@ -27,7 +27,7 @@ class ModelInput:
     """[1, tokens]: packed rows. With context parallelism, all fields except micro_batch are this rank's part."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N + E]: indices of the N tokens with a result and, if final values are requested, of the last tokens of E rows."""
+    """[N + E]: indices of the N tokens with a result and, for final values, of the last tokens of E rows."""
     slots: torch.Tensor
     """[N]: index of each result in the flattened padded column [B, T - 1]."""
     ends: torch.Tensor
@@ -154,8 +154,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank its own tokens'
-    gradients."""
+    """Scatter results [N, ...] into zeros [*shape, ...] and sum over context-parallel ranks. Backward gives each rank the gradients of its
+    tokens."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

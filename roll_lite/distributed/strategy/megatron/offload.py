@@ -1,7 +1,7 @@
 """Offload weights, gradients and optimizer state to the host.
 
-Storages are emptied in place, so views stay valid. Loads run on their own stream; `require` makes computation wait for them. Host copies
-are reused until the state changes.
+Storages are emptied in place, so that views stay valid. Loads run on their own stream, for which computation waits in `require`. Host
+copies are reused until the state changes.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Return {address of a storage: its host copy}. Storages are listed anew at each call, because loading a checkpoint replaces
-        them."""
+        """Return {address of a storage: its host copy}. Storages are listed at each call, because loading a checkpoint replaces them."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {

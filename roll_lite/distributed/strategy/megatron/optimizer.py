@@ -21,7 +21,7 @@ from roll_lite.distributed.strategy.base import current_device
 FUSED_ON = ("cuda",)
 """Device types on which torch's AdamW is one fused kernel. Elsewhere, its temporary tensors take 4 bytes per weight."""
 STRETCH = 4096
-"""Number of squares that a CPU sums in float32, before adding the sum in float64."""
+"""Number of squares that a CPU sums in float32 before it adds the sum in float64."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Optimizer:
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Create Adam's moments before the first step: memory use is then known and a checkpoint can be loaded."""
+        """Create Adam's moments before the first step, so that memory use is known and checkpoints can be loaded."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -83,8 +83,8 @@ class Optimizer:
         return {"optimizer": {"param_groups": groups}}
 
     def complete_states(self) -> None:
-        """Finish optimizer states that were created or loaded: move Adam's moments to the host if configured, use torch's fused AdamW where
-        available, and give every parameter its own step counter."""
+        """Finish created or loaded optimizer states: move Adam's moments to the host (if configured), use torch's fused AdamW (if
+        available), and give every parameter its own step counter."""
         for step in self._host_steps:
             step.keep_moments()
         is_fused = not self.on_host and current_device().type in FUSED_ON
@@ -180,7 +180,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Make Megatron use torch's Adam. Transformer Engine's and Apex's would update on the device."""
+    """Make Megatron use torch's Adam. The Adam of Transformer Engine or Apex would update on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
     distrib_optimizer.HAVE_APEX_OR_TE = False  # Megatron then stores the step count like torch's Adam
 

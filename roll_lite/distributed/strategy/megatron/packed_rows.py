@@ -14,10 +14,8 @@ class PackedRows:
     """Layout of this rank's packed tokens; replaces Megatron's PackedSeqParams."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """Run-length encoded pieces: (number of adjacent equal pieces, tokens per piece, tokens that a piece's last token attends to).
-
-    A piece is a row or, with context parallelism, this rank's part of a row.
-    """
+    """Run-length encoded pieces: (number of adjacent equal pieces, tokens per piece, tokens that its last token attends to). A piece is a
+    row or, with context parallelism, this rank's part of a row."""
     places: torch.Tensor
     """[tokens] int64: position in the row."""
     starts: torch.Tensor
@@ -28,7 +26,7 @@ class PackedRows:
     lengths: torch.Tensor
     """[rows] int64: full row lengths, without the padding row."""
     key_index: torch.Tensor | None = None
-    """[total] int64: the tokens that each piece (see `runs`) attends to, piece after piece, as indices into the tokens gathered from all
+    """[total] int64: tokens that each piece (see `runs`) attends to, piece after piece, as indices into the tokens gathered from all
     context-parallel ranks. None without context parallelism."""
     key_starts: torch.Tensor | None = None
     """[pieces + 1] int32: start of each piece's tokens in `key_index`, then the length of `key_index`."""
@@ -77,10 +75,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Split of a sequence over context-parallel ranks.
-
-    Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end, which balances causal attention.
-    """
+    """Split of a sequence over context-parallel ranks. Of 2 * ranks equal parts, rank i gets the i-th and the i-th from the end, which
+    balances causal attention."""
 
     tokens: int
     rank: int
@@ -120,8 +116,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, tokens_divisor: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """Pack rows, with a row of padding up to a multiple of `tokens_divisor`. Return (this rank's token ids, layout, split over
-    context-parallel ranks)."""
+    """Pack rows, with a row of padding up to a multiple of `tokens_divisor`. Return (this rank's token ids, layout, context-parallel
+    split)."""
     missing = -len(ids) % tokens_divisor if len(ids) else tokens_divisor
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

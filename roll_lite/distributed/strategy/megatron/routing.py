@@ -15,9 +15,8 @@ REPLAYED = ("old_experts", "rollout_experts")
 
 @dataclass(frozen=True)
 class Routes:
-    """Expert choices of this rank's tokens in a micro-batch. They are kept with the micro-batch because layers may be recomputed and
-    pipeline stages interleave micro-batches, neither of which Megatron's RouterReplay supports.
-    """
+    """Expert choices of this rank's tokens, kept with their micro-batch. Layers may be recomputed and pipeline stages interleave
+    micro-batches; Megatron's RouterReplay supports neither."""
 
     places: torch.Tensor
     """[tokens] int64: index of each of this rank's tokens in the whole micro-batch."""
@@ -46,8 +45,7 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (scores, expert ids), both [tokens, experts per token]. Scores come from the router even for replayed ids, so that the
-        router gets gradients."""
+        """Return (scores, expert ids), both [tokens, experts per token]. The router scores replayed ids too, so that it gets gradients."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own

@@ -59,7 +59,7 @@ class ShardReader:
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
         """Allocate optimizer state for this rank's entries of a weight. Return {state name: flat tensors to join}. Add the tensors to read
-        to `wanted`, by their names in the checkpoint."""
+        to `wanted`, {name in the checkpoint: tensors}."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -77,7 +77,7 @@ class ShardReader:
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
         """Allocate the rows of stored tensor `key` that contain entries `start` to `end` of `piece`, this rank's flattened shard. Return
-        (ShardedTensor of the rows, view of the entries). Vocabulary padding is not stored and stays zero."""
+        (ShardedTensor of the rows, view of the entries). Vocabulary padding stays 0."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num

@@ -200,7 +200,7 @@ class MegatronStrategy(TrainStrategy):
         return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
 
     def _wait_for_average(self) -> None:
-        """Wait for a running update of the average, which may be reading weights that are about to change or be offloaded."""
+        """Wait for a running update of the average, which may read weights that are about to change or be offloaded."""
         if self._average is not None:
             self._average.wait()
 
@@ -318,11 +318,8 @@ class MegatronStrategy(TrainStrategy):
 
 
 class WeightAverage:
-    """Moving average of the weights that this rank exports.
-
-    It is kept on the host in float32, since bfloat16 would round small updates to 0. An update runs in a thread; call `wait` before weights
-    change.
-    """
+    """Moving average of the weights that this rank exports, in float32 on the host: bfloat16 would round small updates to 0. Updates run in
+    a thread; call `wait` before weights change."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         self._decay = decay

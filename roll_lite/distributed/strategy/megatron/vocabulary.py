@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Logits per block: fit a CPU's cache, keep a GPU busy (256 MiB in float32)."""
+"""Logits per block: few enough for a CPU's cache, enough to keep a GPU busy (256 MiB in float32)."""
 FEWEST_WORDS = 256
 """Minimum words per block: narrower matrix products are slow."""
 
 DROPPED = -1e4
-"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64; unlike -inf, the difference of two is not NaN."""
+"""Log-prob outside a truncated softmax. Its exp is exactly 0, even in float64. Unlike with -inf, the difference of two is not NaN."""
 
 
 class Vocabulary:
     """Share of the vocabulary (V/tp rows of the output weight) on this rank, and the softmax at N positions.
 
     `share`: words per rank. `vocab_size`: without padding. `targets` [N]: token ids. `kept` [N, K]: ids that a truncated softmax keeps
-    besides the target, padded with -1; a row of only -1, or None, means no truncation.
+    besides the target, padded with -1. All -1, or None: no truncation.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Vocabulary:
 
 
 class SoftmaxSums:
-    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, where z is logit / temperature minus the maximum at that position. They are
-    added up block by block, then over ranks."""
+    """Sums [N] of exp(z) and exp(z) * z over the vocabulary, added up block by block, then over ranks. z is logit / temperature minus the
+    maximum at that position."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
@@ -124,10 +124,7 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, added up block by block; None if not needed.
-
-    The gradient of hidden states is this rank's partial sum.
-    """
+    """Gradients of hidden states (this rank's partial sum) and of the output weight, added up block by block; None if not needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight

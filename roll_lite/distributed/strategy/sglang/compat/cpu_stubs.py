@@ -1,5 +1,5 @@
-"""Dummies of packages that SGLang imports but never calls on a CPU (Triton, CUDA kernels, torchvision, IPython). Only the hash for sampling
-seeds is implemented."""
+"""Dummies of packages that SGLang imports but never calls on a CPU (Triton, CUDA kernels, torchvision, IPython), except for the hash of
+sampling seeds."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def generate_input(request: GenerationRequest, rid: str, max_model_len: int, voc
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Convert sampling parameters.
 
-    SGLang takes top_k 1 as greedy decoding and reports its log-probs without truncation. Sampling with top_k 1, whose log-prob must be 0,
-    is therefore requested as min_p 1. To report which tokens truncation kept, SGLang needs a top_k; the default is the vocabulary size.
+    SGLang takes top_k 1 as greedy decoding, and reports log-probs without truncation. Sampling with top_k 1, whose log-prob is 0, is
+    therefore requested as min_p 1. To report the tokens kept by truncation, SGLang needs a top_k: by default the vocabulary size.
     """
     sampling = request.sampling
     if sampling.temperature == 0:
@@ -69,8 +69,8 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def new_tokens(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """Return the tokens from index `first` that SGLang has reported (every 50 tokens), without the newest. `version`: weight version that
-    generated them."""
+    """Return the tokens from index `first` that SGLang has reported (every 50 tokens), except the newest. `version`: their weight
+    version."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -138,7 +138,7 @@ class StopText:
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -overlap
-        """Tokens read since the request started; negative while the constructor reads the tokens generated before a resume."""
+        """Tokens read since the request started. Negative while the constructor reads tokens generated before a resume."""
         for token in prompt_ids[begin:]:
             self.next(token)
 

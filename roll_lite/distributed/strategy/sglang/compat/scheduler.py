@@ -142,7 +142,7 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Sleep while paused; the loop would otherwise use a whole core."""
+        """Sleep while paused. The loop would otherwise use a whole core."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 
@@ -176,7 +176,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def take_seeds_where_given() -> None:
-    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds keep a faster path."""
+    """Make SGLang use requests' seeds without its deterministic mode, which needs a GPU. Batches without seeds stay faster."""
     make, merge = SamplingBatchInfo.__dict__["from_schedule_batch"].__func__, SamplingBatchInfo.merge_batch
 
     def drawn(info: SamplingBatchInfo) -> torch.Tensor:
@@ -247,7 +247,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """Wrap SGLang's CPU code for experts so that it skips experts on other workers: SGLang would use their id, -1, as an index."""
+    """Make SGLang's CPU code for experts skip experts on other workers. SGLang would use their id, -1, as an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:

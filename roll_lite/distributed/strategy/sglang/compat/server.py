@@ -77,8 +77,8 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     had_other_weights: bool = False
-    """True once weights have changed during the request. New tokens are then not reported before the end, because only then SGLang reports
-    which weights generated them."""
+    """True once weights have changed during the request. New tokens are then reported only at the end, when SGLang reports which weights
+    generated them."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once SGLang's scheduler has the request, or the request has ended."""
 
@@ -179,8 +179,8 @@ class EngineServer:
             await running.dispatched.wait()
 
     def _progress(self, since: dict[int, int], parts: bool) -> dict[int, RequestProgress]:
-        """Return {request number: progress}. `since`: {request number: number of tokens already reported}. `parts`: include the tokens
-        after these, except for requests during which the weights changed."""
+        """Return {request number: progress}. `since`: {request number: number of tokens already reported}. `parts`: include newer tokens,
+        unless the weights changed during the request."""
         found = {}
         for running in self._running.values():
             # SGLang reports non-streamed requests at their first token and every 50 tokens.

@@ -166,10 +166,8 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """Raise ValueError if the longest request does not fit into the KV cache, because SGLang would cut its response.
-
-    SGLang keeps one page and one token free.
-    """
+    """Raise ValueError if the KV cache is too small for the longest request, whose response SGLang would cut. SGLang keeps one page and one
+    token free."""
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
@@ -192,7 +190,7 @@ def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
 
 
 def keep_files_in(folder: Path) -> None:
-    """Make SGLang put its load snapshot (by default in /dev/shm) and a copy of its error log in this folder. Call first in every engine
+    """Make SGLang put its load snapshot (by default in /dev/shm) and a copy of its error log in this folder. Call first in each engine
     process."""
     from sglang.srt.managers import load_snapshot
 
@@ -205,7 +203,7 @@ def keep_files_in(folder: Path) -> None:
 
 
 def logged_error(folder: Path) -> str | None:
-    """Return the first exception in the engine's log, in one line; later exceptions are its consequences."""
+    """Return the first exception in the engine's log, in one line. Later exceptions are its consequences."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -73,10 +73,8 @@ class VllmProcesses:
 
 
 class VllmEngine(VllmProcesses):
-    """vLLM engine, or the first node's part of a multi-node engine.
-
-    After its death, calls to vLLM except `generate` and `abort` never return.
-    """
+    """vLLM engine, or the first node's part of a multi-node engine. After its death, calls to vLLM except `generate` and `abort` never
+    return."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -153,8 +151,7 @@ class VllmEngine(VllmProcesses):
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Return the number of likeliest tokens whose log-probs are requested to find `kept_ids`: 0 for greedy decoding, None without
-        `keep_mask`."""
+        """Return how many likeliest tokens' log-probs to request for `kept_ids`: 0 for greedy decoding, None without `keep_mask`."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -197,8 +194,8 @@ class VllmEngine(VllmProcesses):
         await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Offload by worker calls: vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with `cache_stays`,
-        the cache is dropped and allocated again. On a CPU only the cache is freed."""
+        """Offload by worker calls, since vLLM's `wake_up` would resume a paused engine. vLLM cannot offload weights alone: with
+        `cache_stays`, the cache is dropped and reallocated. On a CPU, only the cache is freed."""
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()

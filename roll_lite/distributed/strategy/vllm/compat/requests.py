@@ -26,7 +26,7 @@ STOP_IDS = 120
 
 
 def adapters_request() -> LoRARequest:
-    """Build the request that selects the trained adapter. Its path is a placeholder: vLLM reads a path only if no adapter is loaded."""
+    """Build the request that selects the trained adapter. The path is a placeholder: vLLM reads it only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
@@ -60,7 +60,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Return the prompt as vLLM's tokens_input. vLLM processes other forms in a thread, so requests could change order."""
+    """Return the prompt as vLLM's tokens_input. vLLM processes other forms in a thread, which could change the order of requests."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -104,8 +104,8 @@ def completion(
 
 
 def _accepted(steps: Sequence[int], length: int) -> int:
-    """Return the number of accepted draft tokens. `steps[n]`: steps that accepted n tokens. At most length - 1: the last step may accept
-    tokens after the response's end."""
+    """Return the number of accepted draft tokens, at most length - 1, since the last step may accept tokens after the response's end.
+    `steps[n]`: number of steps that accepted n tokens."""
     return min(sum(accepted * count for accepted, count in enumerate(steps)), max(0, length - 1))
 
 
@@ -128,7 +128,7 @@ def new_tokens(flight: InFlight, state: RequestState, alternatives: int | None) 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids that truncated sampling kept, per position; empty for greedy decoding. vLLM's `return_sampling_mask` needs a GPU
+    """Return the token ids that truncated sampling kept, by position; empty for greedy decoding. vLLM's `return_sampling_mask` needs a GPU
     and top_k."""
     if alternatives == 0:
         return ((),) * len(found)
@@ -141,10 +141,8 @@ def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], 
 
 
 def restore_stop_overlap(processor: OutputProcessor) -> None:
-    """Make vLLM find stop strings that begin in a resumed response's earlier tokens.
-
-    The detokenizer then starts with these tokens, which end the prompt.
-    """
+    """Make vLLM find stop strings that begin in tokens generated before a resume: its detokenizer starts with these tokens, which end the
+    prompt."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:

@@ -126,7 +126,6 @@ class WorkerExtension:
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Return checksums in the given dtypes (collective)."""
         held = _held(self, names, shapes)
         return {name: checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor) for name, tensor in held}
 
@@ -208,7 +207,8 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Undo vLLM's packing, which permutes each expert's entries. Packed row and column numbers, digit by digit, reveal the permutation."""
+    """Undo vLLM's packing, which permutes each expert's entries. Packing row and column numbers, digit by digit, reveals the
+    permutation."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
