@@ -32,7 +32,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.flight import RequestFailed
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.stats import Recorder
-from roll_lite.scheduler.unfinished import SavedSample, SavedTurn, Unfinished
+from roll_lite.scheduler.unfinished import Pieces, SavedSample, SavedTurn, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 """Function that generates the response to a request, or continues the given partial response."""
@@ -68,31 +68,31 @@ class Conversation:
     row, and each other request starts a new row, so that every response is trained in exactly one row.
     """
 
-    __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("_ask", "_end", "_kept", "_rows", "_saved", "_turns", "_wants_ids", "request_id", "sampling", "under_way")
 
     def __init__(
         self,
         ask: Ask,
         request_id: str,
         sampling: Sampling,
-        so_far: Turn | None = None,
         wants_ids: bool = False,
         saved: Sequence[SavedTurn] = (),
     ) -> None:
-        """`so_far`: partial first response to continue.
+        """`wants_ids`: return token ids of responses.
 
-        `wants_ids`: return token ids of responses. `saved`: responses from a resumed checkpoint, which are returned if the episode sends
-        the same requests again.
+        `saved`: responses from a resumed checkpoint. If the episode sends the same requests again, complete ones are returned, and partial
+        ones continue.
         """
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
-        self._so_far = so_far
         self._wants_ids = wants_ids
         self._rows: list[_Row] = []
         self._turns: dict[int, tuple[_Row, Turn]] = {}
         self._saved = {one.number: one for one in saved}
         self._kept: dict[int, SavedTurn] = {}
+        self.under_way: dict[int, SavedTurn] = {}
+        """{number: response that is being generated}. Its `turn` has the request's id only."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -108,34 +108,40 @@ class Conversation:
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
+        given = array("i", request.prompt_ids).tobytes() if self._wants_ids else b""
+        asked = SavedTurn(number, after, len(token_ids), Turn(request.request_id), request.masks_context, given)
+        if can_save := self._wants_ids and (after is None or after in self._kept):
+            self.under_way[number] = asked
         try:
-            so_far, self._so_far = self._so_far, None
-            given = array("i", request.prompt_ids).tobytes() if self._wants_ids else b""
-            turn = self._saved_turn(number, after, request.masks_context, given) or await self._ask(request, so_far)
+            turn = self._saved_turn(asked)
+            if turn is None or turn.finish_reason is FinishReason.ABORT:
+                turn = await self._ask(request, turn)
         except RequestFailed as failure:
             if failure.partial is not None:
                 row.add(author, len(token_ids), number, failure.partial)
                 self._turns[number] = row, failure.partial
             raise
+        finally:
+            self.under_way.pop(number, None)
         row.add(author, len(token_ids), number, turn)
         self._turns[number] = row, turn
-        if given and turn.tokens is not None and (after is None or after in self._kept):
-            self._kept[number] = SavedTurn(number, after, len(token_ids), turn, request.masks_context, given)
+        if can_save and turn.tokens is not None:
+            self._kept[number] = replace(asked, turn=turn)
         return turn
 
-    def _saved_turn(self, number: int, after: int | None, branches: bool, given: bytes) -> Turn | None:
+    def _saved_turn(self, asked: SavedTurn) -> Turn | None:
         """Return the saved response to the same request behind the same tokens. A request that differs makes all further saved responses
         useless."""
-        saved = self._saved.pop(number, None)
+        saved = self._saved.pop(asked.number, None)
         if saved is None:
             return None
-        if (saved.after, saved.branches, saved.given_ids) == (after, branches, given):
+        if (saved.after, saved.branches, saved.given_ids) == (asked.after, asked.branches, asked.given_ids):
             return saved.turn
         self._saved.clear()
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the episode's responses so far, and saved ones that the episode has not requested again since the resume."""
+        """Return the episode's complete responses, and saved ones that the episode has not requested again since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
     def _row(self, after: int | None) -> _Row:
@@ -277,12 +283,17 @@ class SampleRunner:
 
     def _responses(self, attempt: int, conversation: Conversation) -> Unfinished | None:
         if self._episode is not one_response:  # an environment's state cannot be saved, but it can be played again
-            turns = conversation.saved()
-            return Unfinished(SavedSample(attempt, Transcript(), turns=turns)) if turns else None
+            turns, pieces = list(conversation.saved()), {}
+            for asked in conversation.under_way.values():
+                flight = self._router.flight(asked.turn.request_id)
+                if flight is not None and (response := flight.response) is not None:
+                    pieces[len(turns)] = Pieces.of(flight)
+                    turns.append(replace(asked, turn=response))
+            return Unfinished(SavedSample(attempt, Transcript(), turns=tuple(turns)), pieces) if turns else None
         flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
-        return Unfinished.generating(attempt, flight.first, response, flight.request, tuple(flight.parts))
+        return Unfinished.generating(attempt, flight.first, response, Pieces.of(flight))
 
     async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None) -> Sample:
         cause, timed_out = "", False
@@ -323,8 +334,10 @@ class SampleRunner:
     def _conversation(self, sample_id: SampleId, sampling: Sampling, saved: SavedSample | None) -> Conversation:
         seed = self._seeds(sample_id)
         seeded = sampling if seed is None else replace(sampling, seed=seed)
-        so_far, turns = (None, ()) if saved is None else (saved.response, saved.turns)
-        return Conversation(self._generate, sample_id.request_id(), seeded, so_far, self._episode is not one_response, turns)
+        turns = () if saved is None else saved.turns
+        if saved is not None and saved.response is not None:
+            turns = (SavedTurn(0, None, 0, saved.response, False),)
+        return Conversation(self._generate, sample_id.request_id(), seeded, self._episode is not one_response, turns)
 
     async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
         generated = asyncio.get_running_loop().time()
