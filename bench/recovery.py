@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -97,8 +98,8 @@ def main() -> int:
                 lost[who].append((after - killed_at) / quiet)
                 print(f"{who}: {seconds[who][-1]:.1f} s", file=sys.stderr, flush=True)
         finally:
-            run.terminate()
-            run.wait(60)
+            run.send_signal(signal.SIGINT)  # after a SIGTERM it would save a checkpoint
+            run.wait(LIMIT_S)
     engine, trainer = (statistics.median(seconds[who]) for who in WORKERS)
     result = {"name": "recovery", "engine": chosen.engine, "ours": round(engine, 1), "unit": "s", "ratio": round(AIM_S / engine, 2)}
     result |= {"trainer": round(trainer, 1), "each": {who: [round(one, 1) for one in each] for who, each in seconds.items()}}

@@ -11,7 +11,7 @@ from functools import reduce
 from itertools import accumulate
 from sys import intern
 
-from roll_lite.data.samples import TURN, GenerationRequest, Turn, joined
+from roll_lite.data.samples import TURN, FinishReason, GenerationRequest, Turn, joined
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import Asked, EngineLost
@@ -172,7 +172,9 @@ class Flight(Asked):
     def response(self) -> Turn | None:
         """Response so far, on all engines. Its `tokens` cover only earlier engines: the current engine's tokens are joined later."""
         so_far = reduce(joined, self.parts, self.so_far)
-        return None if so_far is None else so_far._replace(tokens=None if self.so_far is None else self.so_far.tokens)
+        if so_far is None:
+            return None
+        return so_far._replace(finish_reason=FinishReason.ABORT, tokens=None if self.so_far is None else self.so_far.tokens)
 
     def interrupted(self, turn: Turn) -> None:
         self.so_far = joined(self.so_far, turn)

@@ -70,7 +70,8 @@ class Router:
             turn = await (self._generate(flight) if self.gate is None else self._generate_in_wave(flight, self.gate))
         finally:
             del self._flights[request.request_id]
-        self._choice.remember(flight.sample, flight.engine)
+        if hasattr(flight, "engine"):  # `so_far` may have all tokens already
+            self._choice.remember(flight.sample, flight.engine)
         flight.expected.observe(turn.length)
         return turn
 

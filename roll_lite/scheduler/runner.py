@@ -32,7 +32,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.flight import RequestFailed
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.stats import Recorder
-from roll_lite.scheduler.unfinished import SavedSample, SavedTurn, Unfinished
+from roll_lite.scheduler.unfinished import Pieces, SavedSample, SavedTurn, Unfinished
 
 Ask = Callable[[GenerationRequest, Turn | None], Awaitable[Turn]]
 """Function that generates the response to a request, or continues the given partial response."""
@@ -67,33 +67,33 @@ class Conversation:
     others start new rows, so that every response is trained in exactly one row.
     """
 
-    __slots__ = ("_ask", "_end", "_kept", "_new_number", "_rows", "_saved", "_so_far", "_turns", "_wants_ids", "request_id", "sampling")
+    __slots__ = ("_ask", "_end", "_first_new", "_kept", "_rows", "_saved", "_turns", "_wants_ids", "request_id", "sampling", "under_way")
 
     def __init__(
         self,
         ask: Ask,
         request_id: str,
         sampling: Sampling,
-        so_far: Turn | None = None,
         wants_ids: bool = False,
         saved: Sequence[SavedTurn] = (),
     ) -> None:
-        """`so_far`: partial first response to continue.
+        """`wants_ids`: return token ids of responses.
 
-        `wants_ids`: return token ids of responses. `saved`: responses from a resumed checkpoint, which are returned if the episode sends
-        the same requests again, parallel ones in any order.
+        `saved`: responses from a resumed checkpoint. If the episode sends the same requests again, parallel ones in any order, complete
+        responses are returned, and partial ones continue.
         """
         self._ask = ask
         self.request_id = request_id
         self.sampling = sampling
-        self._so_far = so_far
         self._wants_ids = wants_ids
         self._rows: list[_Row] = []
         self._turns: dict[int, tuple[_Row, Turn]] = {}
         self._saved = {one.number: one for one in saved}
         self._kept: dict[int, SavedTurn] = {}
-        self._new_number = 1 + max(self._saved, default=-1)
-        """Offset from a response's number to its number in checkpoints, which no saved response has. A saved response keeps its own."""
+        self._first_new = 1 + max(self._saved, default=-1)
+        """Number of a new response 0 in checkpoints. Saved responses, with smaller numbers, keep theirs."""
+        self.under_way: dict[str, SavedTurn] = {}
+        """{request id: response that is being generated}, without the tokens that it has since its request was sent."""
         self._end: tuple[EpisodeRecord, FinishReason | None] | None = None
 
     async def respond(
@@ -104,42 +104,47 @@ class Conversation:
         `number`: of this response, from 0. `after`: number of the response that the tokens follow; None: the tokens are a prompt. `most`:
         maximum response tokens; None: all that the sample has left. `stop`: further stop strings.
         """
-        given = array("i", token_ids).tobytes() if self._wants_ids else b""
-        saved = self._saved_turn(after, given)
+        given, limits = array("i", token_ids).tobytes() if self._wants_ids else b"", (most, tuple(stop))
+        is_placed = after is None or after in self._kept
+        place = self._kept[after].number if after in self._kept else None
+        saved = self._saved_turn(after, place, given, limits) if is_placed else None
         row = self._row(after, saved is not None and saved.branches)
         most = self._room(row, len(token_ids)) if most is None else most
         request = self._request(tuple(token_ids), row, number, after, most, stop)
         author = Author.PROMPT if after is None else Author.ENVIRONMENT
+        asked = saved or SavedTurn(self._first_new + number, place, len(token_ids), Turn(""), request.masks_context, given, limits)
+        turn = None if saved is None else saved.turn
         try:
-            so_far, self._so_far = self._so_far, None
-            turn = await self._ask(request, so_far) if saved is None else saved.turn
+            if turn is None or turn.finish_reason is FinishReason.ABORT:
+                if self._wants_ids and is_placed:
+                    self.under_way[request.request_id] = asked
+                turn = await self._ask(request, turn)
         except RequestFailed as failure:
             if failure.partial is not None:
                 row.add(author, len(token_ids), number, failure.partial)
                 self._turns[number] = row, failure.partial
             raise
+        finally:
+            self.under_way.pop(request.request_id, None)
         row.add(author, len(token_ids), number, turn)
         self._turns[number] = row, turn
-        if saved is not None:
-            self._kept[number] = saved
-        elif given and turn.tokens is not None and (after is None or after in self._kept):
-            place = None if after is None else self._kept[after].number
-            self._kept[number] = SavedTurn(self._new_number + number, place, len(token_ids), turn, request.masks_context, given)
+        if self._wants_ids and is_placed and turn.tokens is not None:
+            self._kept[number] = replace(asked, turn=turn)
         return turn
 
-    def _saved_turn(self, after: int | None, given: bytes) -> SavedTurn | None:
-        """Take the saved response to the same tokens in the same place of the tree. If it lengthens its row, its tokens train those before
-        it too, so no other request may have lengthened the row."""
-        if after is not None and after not in self._kept:
-            return None
-        place = None if after is None else self._kept[after].number
+    def _saved_turn(
+        self, after: int | None, place: int | None, given: bytes, limits: tuple[int | None, tuple[str, ...]]
+    ) -> SavedTurn | None:
+        """Take the saved response to the same request. A response that lengthened its row holds the row's earlier tokens as trained; it is
+        taken only while no other request has lengthened the row."""
         for saved in self._saved.values():
-            if (saved.after, saved.given_ids) == (place, given) and (saved.branches or after is None or self._free_row(after)):
+            is_same = (saved.after, saved.given_ids) == (place, given) and saved.limits in (None, limits)
+            if is_same and (saved.branches or after is None or self._free_row(after)):
                 return self._saved.pop(saved.number)
         return None
 
     def saved(self) -> tuple[SavedTurn, ...]:
-        """Return the episode's responses so far, and saved responses not requested again since the resume."""
+        """Return the episode's complete responses, and saved responses not requested again since the resume."""
         return (*self._kept.values(), *self._saved.values())
 
     def _free_row(self, after: int) -> _Row | None:
@@ -278,12 +283,18 @@ class SampleRunner:
 
     def _responses(self, attempt: int, conversation: Conversation) -> Unfinished | None:
         if self._episode is not one_response:  # an environment's state cannot be saved, but it can be played again
-            turns = conversation.saved()
-            return Unfinished(SavedSample(attempt, Transcript(), turns=turns)) if turns else None
+            turns, pieces = list(conversation.saved()), {}
+            for request_id, asked in conversation.under_way.items():
+                flight = self._router.flight(request_id)
+                if flight is not None and (response := flight.response) is not None:
+                    if (own := Pieces.of(flight)).parts:
+                        pieces[len(turns)] = own
+                    turns.append(replace(asked, turn=response))
+            return Unfinished(SavedSample(attempt, Transcript(), turns=tuple(turns)), pieces) if turns else None
         flight = self._router.flight(conversation.request_id)  # a later turn has another id
         if flight is None or (response := flight.response) is None:
             return None
-        return Unfinished.generating(attempt, flight.first, response, flight.request, tuple(flight.parts))
+        return Unfinished.generating(attempt, flight.first, response, Pieces.of(flight))
 
     async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, saved: SavedSample | None) -> Sample:
         cause, timed_out = "", False
@@ -324,8 +335,10 @@ class SampleRunner:
     def _conversation(self, sample_id: SampleId, sampling: Sampling, saved: SavedSample | None) -> Conversation:
         seed = self._seeds(sample_id)
         seeded = sampling if seed is None else replace(sampling, seed=seed)
-        so_far, turns = (None, ()) if saved is None else (saved.response, saved.turns)
-        return Conversation(self._generate, sample_id.request_id(), seeded, so_far, self._episode is not one_response, turns)
+        turns = () if saved is None else saved.turns
+        if saved is not None and saved.response is not None:
+            turns = (SavedTurn(0, None, 0, saved.response, False),)
+        return Conversation(self._generate, sample_id.request_id(), seeded, self._episode is not one_response, turns)
 
     async def _scored(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float) -> Sample:
         generated = asyncio.get_running_loop().time()

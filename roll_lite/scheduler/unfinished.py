@@ -18,11 +18,12 @@ from roll_lite.data.samples import (
     Transcript,
     Turn,
 )
+from roll_lite.scheduler.engines import Asked
 
 
 @dataclass(frozen=True)
 class SavedTurn:
-    """Response in an unfinished episode.
+    """Response in an unfinished episode; partial if its finish reason is ABORT.
 
     `number`: unique in the sample. `given`: number of new tokens that the response answers; `given_ids`: their ids (int32). `after`: number
     of the response that these tokens follow; None: they are a prompt.
@@ -35,6 +36,8 @@ class SavedTurn:
     branches: bool
     """True if the response starts a new training row: another response already follows the response `after`."""
     given_ids: bytes = b""
+    limits: tuple[int | None, tuple[str, ...]] | None = None
+    """The request's own maximum of tokens and stop strings; None: any."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class SavedSample:
     turns: tuple[SavedTurn, ...] = ()
     """Responses so far of an unfinished episode.
 
-    After a resume each is returned again if the environment sends the same request in the same place of the conversation.
+    After a resume each is returned again, or continues if partial, if the environment sends the same request in the same place of the
+    conversation.
     """
 
     @staticmethod
@@ -75,22 +79,31 @@ SavedGroups = Mapping[int, Mapping[int, SavedSample]]
 NONE_SAVED: SavedGroups = {}
 
 
-class Unfinished(NamedTuple):
-    """Sample to save in a checkpoint. While its response is generated, its tokens are those of `request` (context and prompt), then of
-    `parts`."""
+class Pieces(NamedTuple):
+    """Tokens of a response under way: those of the current request (context and prompt), followed by those of the `parts` generated for
+    it. After an interruption, the request's context includes the earlier part of the response."""
 
-    sample: SavedSample
-    request: GenerationRequest | None = None
-    parts: Sequence[TokenRow] = ()
+    request: GenerationRequest
+    parts: Sequence[TokenRow]
 
     @staticmethod
-    def generating(attempt: int, first: GenerationRequest, so_far: Turn, request: GenerationRequest, parts: Sequence[Turn]) -> Unfinished:
+    def of(asked: Asked) -> Pieces:
+        return Pieces(asked.request, [part.tokens for part in asked.parts if part.tokens is not None])
+
+
+class Unfinished(NamedTuple):
+    """Sample to save in a checkpoint."""
+
+    sample: SavedSample
+    under_way: Mapping[int, Pieces] = {}
+    """{index of a row of the sample, or of a turn of an unfinished episode: tokens of its response under way}."""
+
+    @staticmethod
+    def generating(attempt: int, first: GenerationRequest, so_far: Turn, pieces: Pieces) -> Unfinished:
         """Return the checkpoint state of a sample in its first response.
 
-        `first`: original request. `request`: current one, which continues an interrupted response. `so_far`: whole response, whose `tokens`
-        end where `request` starts. `parts`: response pieces generated for `request`.
+        `first`: original request. `so_far`: whole response, but its `tokens` end where the request of `pieces` starts.
         """
         segments = Segment(Author.PROMPT, len(first.prompt_ids)), Segment(Author.POLICY, so_far.length, so_far.versions, so_far.engines)
         transcript = Transcript(segments, so_far.tokens, so_far.text, FinishReason.ABORT)
-        rows = [part.tokens for part in parts if part.tokens is not None]
-        return Unfinished(SavedSample(attempt, transcript), request, rows)
+        return Unfinished(SavedSample(attempt, transcript), {0: pieces} if pieces.parts else {})

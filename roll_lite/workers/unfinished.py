@@ -49,19 +49,25 @@ def to_file(found: Mapping[int, Mapping[int, Unfinished]], columns: Sequence[str
 
 
 def _rows_of(one: Unfinished) -> list[TokenRow]:
-    rows = [saved.turn.tokens for saved in one.sample.turns] or [row.tokens for row in one.sample.transcript.rows]
-    if one.parts and one.request is not None:
-        rows = [one.request.context, *one.parts]
-    return [row for row in rows if row is not None]
+    under_way = [row for pieces in one.under_way.values() for row in (pieces.request.context, *pieces.parts)]
+    return [row for row in (*_complete_rows(one.sample), *under_way) if row is not None]
+
+
+def _complete_rows(sample: SavedSample) -> list[TokenRow | None]:
+    return [saved.turn.tokens for saved in sample.turns] or [row.tokens for row in sample.transcript.rows]
 
 
 def _records(one: Unfinished, read: Callable[[TokenRow], TokenRecord]) -> list[TokenRecord]:
-    if one.parts and one.request is not None:
-        return [joined_record(one.request, one.parts, read)]
+    records = []
+    for index, row in enumerate(_complete_rows(one.sample)):
+        if (pieces := one.under_way.get(index)) is not None:
+            records.append(joined_record(*pieces, read))
+        elif row is not None:
+            records.append(read(row))
     if one.sample.turns:  # each without the tokens before it, which are in earlier records
-        turns = zip(one.sample.turns, _rows_of(one), strict=True)
-        return [read(row).drop_prefix(row.length - saved.given - saved.turn.length) for saved, row in turns]
-    return [read(row) for row in _rows_of(one)]
+        turns = zip(one.sample.turns, records, strict=True)
+        return [record.drop_prefix(len(record) - saved.given - saved.turn.length) for saved, record in turns]
+    return records
 
 
 def _with_tokens(sample: SavedSample, tokens: Sequence[TokenRow | None]) -> SavedSample:
@@ -100,6 +106,7 @@ def _with_turns(sample: SavedSample, records: list[TokenRecord], columns: Sequen
     whole: dict[int, TokenRecord] = {}
     for saved, own in zip(sample.turns, records, strict=True):
         before = [] if saved.after is None else [whole[saved.after].masked() if saved.branches else whole[saved.after]]
+        assert saved.number not in whole, f"two saved responses have the number {saved.number}"
         whole[saved.number] = TokenRecord.joined([*before, own])
     reference, turns = store(token_block(list(whole.values()), columns)), []
     for row, (saved, own) in enumerate(zip(sample.turns, records, strict=True)):

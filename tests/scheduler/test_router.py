@@ -109,6 +109,13 @@ async def test_expected_lengths_are_learned_per_domain() -> None:
     task.cancel()
 
 
+async def test_a_response_that_was_interrupted_after_its_last_token_asks_no_engine() -> None:
+    engine = HeldEngine("a")
+    so_far = Turn("", 10, finish_reason=FinishReason.ABORT, tokens=TokenRow("block", 0, 14))
+    turn = await Router([engine], timeout_s=60).generate("d", request("full", max_tokens=10), so_far)
+    assert turn == so_far._replace(finish_reason=FinishReason.LENGTH) and not engine.asked
+
+
 async def test_load_is_released_on_failure_cancellation_and_time_out() -> None:
     engine = HeldEngine("a")
     router = Router([engine], timeout_s=0.05)

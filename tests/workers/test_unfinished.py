@@ -239,31 +239,47 @@ def stopped_episodes(episode: Episode, seconds: float) -> tuple[dict[str, Any], 
     return run_virtual(main())
 
 
+def turns_in(saved: SavedGroups) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Number and length of each response, by group and index."""
+    return {
+        (number, index): [(one.number, one.turn.length) for one in s.turns] for number, group in saved.items() for index, s in group.items()
+    }
+
+
 def resumed_episodes(state: dict[str, Any], saved: SavedGroups, episode: Episode) -> tuple[RolloutResult, list[GenerationRequest]]:
     async def main() -> tuple[RolloutResult, list[GenerationRequest]]:
         service, engine = talking(episode)
         asked = requests_to(engine)
         service.load_state_dict(state, saved)
         again = saved_by(service, state)
-        assert {number: set(group) for number, group in again.items()} == {number: set(group) for number, group in saved.items()}
+        assert turns_in(again) == turns_in(saved)
         return await service.next_batch(2), asked
 
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_turns_of_an_episode_are_not_generated_again_unless_the_environment_says_something_else(differs: bool) -> None:
-    state, saved = stopped_episodes(talk(), 5.0)
+@pytest.mark.parametrize(("seconds", "differs"), [(4.0, False), (12.0, False), (12.0, True)])
+def test_turns_of_an_episode_are_not_generated_again_unless_the_environment_says_something_else(seconds: float, differs: bool) -> None:
+    state, saved = stopped_episodes(talk(), seconds)
     long = saved[2][1]
-    assert long.outcome is None and [(one.number, one.after) for one in long.turns] == [(0, None), (1, 0)], "in its third turn"
-    last = long.turns[-1].turn.tokens
-    assert last is not None
-    before = TokenRecord.read(last.block, last.row)
+    expected = [(0, None), (1, 0), (2, 1)][: 2 if seconds < 5 else 3]
+    assert long.outcome is None and [(one.number, one.after) for one in long.turns] == expected, "in its third turn"
+    last = long.turns[-1].turn
+    assert last.tokens is not None
+    before, reached = TokenRecord.read(last.tokens.block, last.tokens.row), 0 if seconds < 5 else last.length
+    assert (
+        reached < TURN
+        and before.mask.sum() == 2 * TURN + reached
+        and before.ids[-last.length :].tolist() == np.frombuffer(last.ids, np.int32).tolist()
+    )
 
     result, asked = resumed_episodes(state, saved, talk((95, 96, 97)) if differs else talk())
     (group,) = [one for one in result.groups if one.samples[1].id.prompt_uid == state["domains"]["a"]["unfinished"][0]["row"][1]]
     names = [name for request in asked if (name := request.request_id).startswith(group.samples[1].id.request_id())]
-    assert [name.rpartition("turn")[2] for name in names if "turn" in name] == (["1", "2", "3"] if differs else ["2", "3"])
+    under_way = "2" if seconds < 5 else "2~1"
+    assert [name.rpartition("turn")[2] for name in names if "turn" in name] == (["1", "2", "3"] if differs else [under_way, "3"])
+    resumed = [request.resumed_tokens for request in asked if request.request_id in names and request.resumed_tokens]
+    assert resumed == ([] if differs or not reached else [reached])
     transcript = group.samples[1].transcript
     observed = 4 if differs else 3
     assert [one.length for one in transcript.segments] == [PROMPT, TURN, observed, TURN, 3, TURN, 3, TURN] and not transcript.branches
@@ -275,6 +291,28 @@ def test_turns_of_an_episode_are_not_generated_again_unless_the_environment_says
     assert whole.mask.sum() == TURNS * TURN and len(whole) == PROMPT + TURNS * TURN + observed + 2 * 3
 
 
+def test_a_turn_under_way_is_saved_again_after_it_was_taken_up() -> None:
+    state, saved = stopped_episodes(talk(), 12.0)
+
+    async def main() -> list[SavedGroups]:
+        service, _ = talking(talk())
+        service.load_state_dict(state, saved)
+        batch = asyncio.create_task(service.next_batch(2))
+        later = []
+        for seconds in (2.0, 9.5):  # the engine reports new tokens every 5 seconds
+            await asyncio.sleep(seconds)
+            later.append(saved_by(service, state))
+        await batch
+        return later
+
+    first, *later = [one[2][1].turns[-1].turn for one in (saved, *run_virtual(main()))]
+    assert [one.finish_reason for one in (first, *later)] == [FinishReason.ABORT] * 3
+    assert first.length == later[0].length < later[1].length < TURN
+    rows = [TokenRecord.read(one.tokens.block, one.tokens.row) for one in (first, *later) if one.tokens is not None]
+    assert [row.ids[: len(rows[0])].tolist() for row in rows] == [rows[0].ids.tolist()] * 3
+    assert [row.mask.sum() for row in rows] == [2 * TURN + one.length for one in (first, *later)]
+
+
 async def at_once(prompt: Prompt, conversation: Conversation) -> None:
     """Two responses side by side, of which the first takes three times as long."""
     await conversation.respond(prompt.token_ids)
@@ -283,13 +321,85 @@ async def at_once(prompt: Prompt, conversation: Conversation) -> None:
 
 def test_a_complete_response_is_kept_beside_one_under_way() -> None:
     state, saved = stopped_episodes(at_once, 5.0)
-    assert [one.number for one in saved[2][1].turns] == [0, 2]
+    assert [(one.number, one.turn.finish_reason) for one in saved[2][1].turns] == [
+        (0, FinishReason.STOP),
+        (2, FinishReason.STOP),
+        (1, FinishReason.ABORT),
+    ]
     result, asked = resumed_episodes(state, saved, at_once)
     (uid,) = [one["row"][1] for one in state["domains"]["a"]["unfinished"] if one["group"] == 2]
     names = [name.split("/") for one in asked if int((name := one.request_id).split("/")[1]) == uid]
-    assert [name[-1] for name in names if name[4] == "1"] == ["turn1"], "its first and third response are not generated again"
+    assert [name[-1] for name in names if name[4] == "1"] == ["turn1~1"], "its first and third response are not generated again"
     (group,) = [one for one in result.groups if one.samples[1].id.prompt_uid == uid]
     assert [row.policy_tokens for row in group.samples[1].transcript.rows] == [2 * TURN, TURN]
+
+
+def side_by_side(order: Sequence[tuple[int, ...]]) -> Episode:
+    """The first response, then one response to each of these tokens; with 99 among them it takes three times as long."""
+
+    async def episode(prompt: Prompt, conversation: Conversation) -> None:
+        await conversation.respond(prompt.token_ids)
+        await asyncio.gather(*(conversation.respond(tokens, number, 0) for number, tokens in enumerate(order, start=1)))
+
+    return episode
+
+
+def test_parallel_responses_under_way_go_on_in_another_order_and_are_saved_again() -> None:
+    slow, slower, fast = (99,), (99, 97), (98,)
+    state, saved = stopped_episodes(side_by_side([slow, slower, fast]), 5.0)
+    begun = {one.given_ids: one for one in saved[2][1].turns}
+    lengths = {name: begun[np.array(name, np.int32).tobytes()].turn.length for name in (slow, slower, fast)}
+    assert lengths[fast] == TURN and 0 < lengths[slow] == lengths[slower] < TURN
+
+    async def saved_again() -> SavedGroups:
+        service, _ = talking(side_by_side([slow, (96,), fast, slower]))
+        service.load_state_dict(state, saved)
+        batch = asyncio.create_task(service.next_batch(2))
+        await asyncio.sleep(12.0)
+        later = saved_by(service, state)
+        await batch
+        return later
+
+    later = run_virtual(saved_again())
+    turns = {one.number: one for one in later[2][1].turns}
+    new = turns.pop(max(turns))
+    assert new.given_ids == np.array([96], np.int32).tobytes() and 0 < new.turn.length < TURN
+    assert {number: one.given_ids for number, one in turns.items()} == {one.number: name for name, one in begun.items()}
+    for one in turns.values():
+        was, now = (TokenRecord.read(it.turn.tokens.block, it.turn.tokens.row) for it in (begun[one.given_ids], one) if it.turn.tokens)
+        assert now.ids[: len(was)].tolist() == was.ids.tolist() and now.mask[: len(was)].tolist() == was.mask.tolist()
+        assert (len(now) > len(was)) == (was.ids[-begun[one.given_ids].turn.length - 1] in (99, 97))
+
+    result, asked = resumed_episodes(state, later, side_by_side([slower, fast, slow, (96,)]))
+    (group,) = [one for one in result.groups if one.samples[1].id.prompt_uid == state["domains"]["a"]["unfinished"][0]["row"][1]]
+    names = [one for one in asked if one.request_id.startswith(group.samples[1].id.request_id())]
+    assert sorted(one.resumed_tokens for one in names) == sorted(
+        one.turn.length for one in (new, *turns.values()) if one.turn.length < TURN
+    )
+    rows = group.samples[1].transcript.rows
+    assert sorted(row.policy_tokens for row in rows) == [TURN, TURN, TURN, 2 * TURN]
+    whole = [TokenRecord.read(row.tokens.block, row.tokens.row).ids.tolist() for row in rows if row.tokens is not None]
+    for one in (new, *turns.values()):
+        assert one.turn.tokens is not None
+        start = TokenRecord.read(one.turn.tokens.block, one.turn.tokens.row).ids.tolist()
+        assert any(ids[: len(start)] == start for ids in whole)
+
+
+async def test_a_saved_response_answers_only_a_request_with_the_same_limits() -> None:
+    talk, asked = tree_talk()
+    before = talk(())
+    await before.respond((1, 2))
+    long = await before.respond((70,), 1, 0, most=50)
+    short = await before.respond((70,), 2, 0, most=3, stop=("end",))
+    asked.clear()
+    after = talk(before.saved())
+    await after.respond((1, 2))
+    assert await after.respond((70,), 1, 0, most=3, stop=("end",)) is short and not asked
+    await after.respond((70,), 2, 0, most=3)
+    assert [one.sampling.max_tokens for one in asked] == [3]
+    third = talk(before.saved())
+    await third.respond((1, 2))
+    assert await third.respond((70,), 1, 0, most=50) is long
 
 
 def tree_talk() -> tuple[Callable[[Sequence[SavedTurn]], Conversation], list[GenerationRequest]]:
