@@ -127,7 +127,7 @@ class _Read:
 class _Loader:
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
-        self.mistakes: list[tuple[int, int, str]] = []
+        self.mistakes: list[tuple[Path, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
         """(number of tokens, file and row) of each prompt over max_prompt_tokens."""
         self._domain = domain
@@ -207,7 +207,7 @@ class _Loader:
                 self.prompts.add(read.text, ids, read.answer, read.columns, read.weight, read.question)
 
     def _mistake(self, row: Row, problem: str) -> None:
-        self.mistakes.append((row.shard, row.number, f"{row.place}: {problem}"))
+        self.mistakes.append((row.file, row.number, f"{row.place}: {problem}"))
 
 
 def _report(setting: str, mistakes: Sequence[str]) -> str:

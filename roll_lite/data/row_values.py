@@ -104,7 +104,7 @@ def files_read(*given: DataFiles | None) -> set[Path]:
     files: set[Path] = set()
     for path in (path for one in given if one is not None for path in paths_of(one)):
         with suppress(ValueError, OSError):
-            files |= {shard.path.resolve() for shard in shards_of(path)}
+            files |= {shard.resolve() for shard in shards_of(path)}
     return files
 
 
