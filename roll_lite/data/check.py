@@ -55,11 +55,11 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
-    given = {split: files for split, files in (("train", data.train), ("validation", data.validation)) if files is not None}
+    given = {split: paths_of(files) for split, files in (("train", data.train), ("validation", data.validation))}
     for split, files in given.items():
-        for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
+        for file in {file for file in files if files.count(file) > 1}:
             yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
-    for split, file in [(split, file) for split, files in given.items() for file in paths_of(files)]:
+    for split, file in [(split, file) for split, files in given.items() for file in files]:
         place, preset = f"{path}.data.{split}", data.preset_of(split)
         scan = _Scan(_columns(path, domain, split), data, owners)
         try:
@@ -78,7 +78,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Report a training folder that contains validation files (held-out rows would be trained on), unless the folder is also given as
     validation data."""
-    train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
+    train, held_out = paths_of(domain.data.train), paths_of(domain.data.validation)
     for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
             message = f"the folder holds {', '.join(shared)}, which data.validation names: held-out rows would train; list the files"
@@ -183,7 +183,7 @@ class _Scan:
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (column, message) for each wanted column missing in a readable file. Other checks report unreadable files."""
     given = {"train": data.train, "validation": data.validation}
-    read = [(path, data.preset_of(split)) for split, files in given.items() if files is not None for path in paths_of(files)]
+    read = [(path, data.preset_of(split)) for split, files in given.items() for path in paths_of(files)]
     for file, preset in dict.fromkeys(read):
         seen: dict[str, None] = {}
         try:

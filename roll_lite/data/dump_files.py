@@ -173,7 +173,7 @@ def _fits(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
     for key in ("prompts_per_step", "keep_mask"):
         given, was = getattr(config.rollout, key), made["rollout"][key]
         if given != was:
-            yield Problem(f"rollout.{key}", f"the dumps were made with {_yaml(was)}; use {_yaml(was)}", given)
+            yield Problem(f"rollout.{key}", f"the dumps were made with {json.dumps(was)}; use {json.dumps(was)}", given)
     if config.algorithm.advantage.name == "remax" and not header.baselines:
         yield Problem("algorithm.advantage.name", f"remax needs greedy baselines; {header.path} has none", "remax")
 
@@ -264,7 +264,3 @@ def _validate_all(value: Any) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             _validate_all(item)
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

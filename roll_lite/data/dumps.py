@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import VECTORS, Column, DataProto, object_column
 from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup, TokenRow
+from roll_lite.files import replacing
 
 ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
@@ -115,21 +117,20 @@ def write_dump(
     schema = pa.schema(description | {name: array.type for name, array in further.items()} | tokens)
     largest = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".partial")
-    with pq.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as file:
+    with replacing(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd", write_page_checksum=True) as file:
         for part in _row_groups(entries):
             described = [_described(entry, clock_offset) for entry in part]
             arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in description.items()}
             arrays |= {name: array.take(arrays["sample"]) for name, array in further.items()}
             arrays |= _token_columns(part, fetch, schema)
             if rewards_of is not None:
-                arrays[TURN_REWARDS] = _turn_rewards(part, rewards_of)
+                paid = [turn_rewards([(one.path, rewards_of(one.sample))]).values.numpy() if one.tokens else None for one in part]
+                arrays[TURN_REWARDS] = pa.array(paid, tokens[TURN_REWARDS])
             largest = max(largest, pc.max(arrays["input_ids"].values).as_py() or 0)
             file.write_table(pa.table(arrays, schema))
         made = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "made_by": f"roll_lite {version('roll_lite')}", **facts}
         found = {"largest_token": largest, "domains": _sizes(rows), "baselines": any(entry.baseline for entry in entries)}
         file.add_key_value_metadata({METADATA: json.dumps(made | found)})
-    unfinished.replace(path)
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
@@ -223,29 +224,21 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
     """Return token columns, null for samples without tokens. RuntimeError if a trained sample's tokens are lost."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
-    members: dict[Any, list[int]] = {}
-    rows: dict[Any, list[int]] = {}
+    rows: dict[Any, dict[int, int]] = {}
+    """{token block: {number of the entry: its row}}."""
     for number, entry in enumerate(entries):
         if entry.tokens is not None and entry.tokens.block in blocks:
-            members.setdefault(entry.tokens.block, []).append(number)
-            rows.setdefault(entry.tokens.block, []).append(entry.tokens.row)
+            rows.setdefault(entry.tokens.block, {})[number] = entry.tokens.row
         elif entry.row is not None:
             raise RuntimeError(f"the tokens of {entry.sample.id.request_id()}, which trains, are gone")
-    if not members:
+    if not rows:
         return {name: pa.nulls(len(entries), schema.field(name).type) for name in names}
-    joined = DataProto.concat([blocks[reference].select(names).take(own) for reference, own in rows.items()])
-    place = {number: place for place, number in enumerate(number for own in members.values() for number in own)}
+    joined = DataProto.concat([blocks[reference].select(names).take(list(own.values())) for reference, own in rows.items()])
+    place = {number: place for place, number in enumerate(chain.from_iterable(rows.values()))}
     in_order = pa.array([place.get(number) for number in range(len(entries))], pa.int64())
     if KEPT_IDS in names:
         joined = joined.with_columns(kept_ids=_widened(joined.ragged(KEPT_IDS), schema.field(KEPT_IDS).type.value_type.list_size))
     return {name: as_array(joined[name]).take(in_order) for name in names}
-
-
-def _turn_rewards(entries: Sequence[_Entry], rewards_of: Callable[[Sample], Sequence[float]]) -> pa.Array:
-    known = [entry for entry in entries if entry.tokens is not None]
-    place = {id(entry): number for number, entry in enumerate(known)}
-    column = turn_rewards((entry.path, rewards_of(entry.sample)) for entry in known)
-    return as_array(column).take(pa.array([place.get(id(entry)) for entry in entries], pa.int64()))
 
 
 def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:

@@ -101,7 +101,8 @@ def load_prompts(
     if loader.too_long:
         mistakes.append(_too_long(domain, config, loader))
     if mistakes:
-        raise ValueError(_report(setting, mistakes))
+        more = ["... and more"] if len(mistakes) > MISTAKES_SHOWN else []
+        raise ValueError("\n  ".join([f"{setting}: the data has mistakes", *mistakes[:MISTAKES_SHOWN], *more]))
     for column, values in loader.reported.items():
         if len(values) > MOST_REPORTED:
             setting = f"domains.{domain}.data.report_by"
@@ -208,12 +209,6 @@ class _Loader:
 
     def _mistake(self, row: Row, problem: str) -> None:
         self.mistakes.append((row.file, row.number, f"{row.place}: {problem}"))
-
-
-def _report(setting: str, mistakes: Sequence[str]) -> str:
-    if len(mistakes) > MISTAKES_SHOWN:
-        mistakes = [*mistakes[:MISTAKES_SHOWN], "... and more"]
-    return "\n".join([f"{setting}: the data has mistakes", *(f"  {mistake}" for mistake in mistakes)])
 
 
 def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:

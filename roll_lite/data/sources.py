@@ -40,8 +40,8 @@ class Row(NamedTuple):
 # ---------------------------------------------------------------- files
 
 
-def paths_of(files: DataFiles) -> list[Path]:
-    return list(files) if isinstance(files, list | dict) else [files]
+def paths_of(files: DataFiles | None) -> list[Path]:
+    return list(files) if isinstance(files, list | dict) else [files] if files is not None else []
 
 
 def shards_of(path: Path) -> list[Path]:
@@ -134,7 +134,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         yield from _json_lines(path)
         return
     for number, row in enumerate(read_json(path), start=1):
-        yield number, row if isinstance(row, dict) else f"must be a JSON object with one entry per column, got {row!r:.80}"
+        yield number, _if_object(row)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -149,27 +149,21 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _parsed(raw: bytes) -> dict[str, Any] | str:
     try:
         row = json.loads(raw.decode("utf-8"))
-        wrong = _lone_surrogate(row) if _SURROGATE.search(raw) else None
+        if _SURROGATE.search(raw):
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"not valid text: \\u{ord(error.object[error.start]):04x} is half of a character (a surrogate without its pair)"
     except UnicodeDecodeError as error:
         return f"character {error.start + 1}: not valid UTF-8"
     except json.JSONDecodeError as error:
         return f"character {error.pos + 1}: not valid JSON: {error.msg}"
     except (ValueError, RecursionError) as error:  # thousands of digits or brackets
         return f"not valid JSON: {first_line(error)}"
-    if not isinstance(row, dict):
-        return f"must be a JSON object with one entry per column, got {row!r:.80}"
-    if wrong is not None:
-        return f"not valid text: {wrong} is half of a character (a surrogate without its pair)"
-    return row
+    return _if_object(row)
 
 
-def _lone_surrogate(row: Any) -> str | None:
-    text = json.dumps(row, ensure_ascii=False)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return f"\\u{ord(text[error.start]):04x}"
-    return None
+def _if_object(row: Any) -> dict[str, Any] | str:
+    return row if isinstance(row, dict) else f"must be a JSON object with one entry per column, got {row!r:.80}"
 
 
 def declared_columns(file: Path) -> list[str]:

@@ -34,6 +34,11 @@ class StoredTensor:
     start: int
     stop: int
 
+    def beginning(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            return file.read(min(_SAMPLE, self.stop - self.start))
+
     def blocks(self) -> Iterator[bytes]:
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for position in range(self.start, self.stop, _BLOCK):
@@ -104,10 +109,7 @@ def weights_fingerprint(folder: Path) -> str:
     """Hash the names, dtypes, shapes and first 4 KiB of all tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            digest.update(file.read(min(_SAMPLE, tensor.stop - tensor.start)))
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + tensor.beginning())
     return digest.hexdigest()
 
 
@@ -143,10 +145,7 @@ def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
     """Return a message if the first 4 KiB of one of up to 500 tensors contain NaN or infinity."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            content = file.read(min(_SAMPLE, tensor.stop - tensor.start))
-        exponent, width = _EXPONENTS[tensor.dtype]
+        content, (exponent, width) = tensor.beginning(), _EXPONENTS[tensor.dtype]
         numbers = memoryview(content[: len(content) // width * width]).cast("I" if width == 4 else "H")
         if any(number & exponent == exponent for number in numbers):
             return f"{name} in {tensor.file.name} holds NaN or infinite numbers: training has broken the model, or the file is damaged"

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from roll_lite.files import replacing
 from roll_lite.observability.timers import OTHER, STEP
 
 CURVES_FILE = "curves.png"
@@ -51,9 +51,9 @@ def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str
         axes = figure.add_subplot(place)
         draw(axes, records, domains)
         _tidy(axes, first=min(records), last=max(records))
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(draft, format="png", metadata={"Software": None})
-    return draft.replace(path)
+    with replacing(path) as draft:
+        figure.savefig(draft, format="png", metadata={"Software": None})
+    return path
 
 
 # ---------------------------------------------------------------- panels
@@ -132,7 +132,8 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     colors = {phase: PHASE_COLORS[number % len(PHASE_COLORS)] for number, phase in enumerate(phases)} | {OTHER: OTHER_COLOR}
     base = [0.0] * len(steps)
     for phase, color in colors.items():
-        top = [below + _or_zero(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
+        seconds = [records[step].get(f"time/{phase}", math.nan) for step in steps]
+        top = [below + (own if math.isfinite(own) else 0.0) for below, own in zip(base, seconds, strict=True)]
         if steps:
             # Half a step on either side, so that a run of one step is visible.
             edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
@@ -152,10 +153,6 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
     own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
-
-
-def _or_zero(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0
 
 
 def _points(records: Records, name: str) -> tuple[list[int], list[float]]:

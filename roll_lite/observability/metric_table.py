@@ -372,16 +372,12 @@ def _explained_variance(return_mean: float, return_square: float, error_mean: fl
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 
 
-def _tokens_per_pass(drafted: float, acceptance: float, generated: float) -> float:
-    return generated / (generated - drafted * acceptance)
-
-
 DERIVED: dict[str, Derived] = {
     "rollout/tokens_per_pass": Derived(
         ("rollout/drafted_tokens", "rollout/draft_acceptance", "rollout/response_tokens"),
         "tokens",
         "Tokens that a response gains in a forward pass, with speculation; 1 if no draft is accepted.",
-        _tokens_per_pass,
+        lambda drafted, acceptance, generated: generated / (generated - drafted * acceptance),
     ),
     "reward/std": Derived(("reward/mean", "reward/square"), "score", "Standard deviation of the scores.", _std),
     "credit/advantage_std": Derived(

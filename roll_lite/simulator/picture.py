@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_lite.files import replacing
 from roll_lite.observability.curves import DOMAIN_COLORS
 from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import SimulatedRun
@@ -39,13 +39,9 @@ def draw_engines(
     for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
         _panel(axes, outcome, title, by, end)
     panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
-    draft = draft_of(path)
-    figure.savefig(draft, format="png", metadata={"Software": None})
-    return draft.replace(path)
-
-
-def draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    with replacing(path) as draft:
+        figure.savefig(draft, format="png", metadata={"Software": None})
+    return path
 
 
 def _rows(outcome: SimulatedRun) -> int:
@@ -98,10 +94,6 @@ def _colors(outcome: SimulatedRun, by: str) -> dict[Any, str]:
     return defaultdict(str) | {version: VERSION_COLORS[version % len(VERSION_COLORS)] for version in range(len(outcome.steps) + 1)}
 
 
-def _key(span: Span, by: str) -> Any:
-    return span.domain if by == "domain" else span.version
-
-
 def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:
     found: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
@@ -110,7 +102,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
         axes.broken_barh(
             [(span.start, span.end - span.start) for span in ones],
             (row - 0.42, 0.84),
-            facecolors=[colors[_key(span, by)] for span in ones],
+            facecolors=[colors[getattr(span, by)] for span in ones],
             edgecolors="white",
             linewidth=0.3,
         )
@@ -121,7 +113,7 @@ def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[A
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:
         first, last = (min(COLUMNS, int(at / end * COLUMNS)) for at in (span.start, span.end))
-        value = np.append(rgb[_key(span, by)], 1.0)
+        value = np.append(rgb[getattr(span, by)], 1.0)
         amount[span.engine, first] += value
         amount[span.engine, last] -= value
     running = np.cumsum(amount, axis=1)[:, :COLUMNS]
