@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,35 +25,40 @@ FEW_POINTS = 4
 Records = Mapping[int, Mapping[str, float]]
 
 
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], **pads: float) -> Iterator[Any]:
+    """Yield a figure of `size` (inches). At the end of the block it is written to `path`, replaced atomically."""
+    # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=size, dpi=110, layout=ConstrainedLayoutEngine(**pads), facecolor="white")
+    yield figure
+    with replacing(path) as draft:
+        figure.savefig(draft, format="png", metadata={"Software": None})
+
+
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
     """Draw curves into the file `path`, replaced atomically. Return None without metrics."""
     if not any(records.values()):
         return None
-    # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(14, 8), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12), facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
-    if warnings:
-        text = f"look at: {', '.join(name.replace('_', ' ') for name in warnings)} (summary.json)"
-        figure.text(0.988, 0.985, text, ha="right", va="top", fontsize=11, color=WARNING_COLOR)
-    grid = figure.add_gridspec(2, 6, height_ratios=(1.25, 1))
-    panels: list[tuple[Any, Callable[[Any, Records, Sequence[str]], None]]] = [
-        (grid[0, :4], _accuracy),
-        (grid[0, 4:], _reward),
-        (grid[1, :2], _entropy_and_length),
-        (grid[1, 2:4], _divergence),
-        (grid[1, 4:], _time),
-    ]
-    for place, draw in panels:
-        axes = figure.add_subplot(place)
-        draw(axes, records, domains)
-        _tidy(axes, first=min(records), last=max(records))
-    with replacing(path) as draft:
-        figure.savefig(draft, format="png", metadata={"Software": None})
+    with drawing(path, (14, 8), w_pad=0.1, h_pad=0.12) as figure:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+        if warnings:
+            text = f"look at: {', '.join(name.replace('_', ' ') for name in warnings)} (summary.json)"
+            figure.text(0.988, 0.985, text, ha="right", va="top", fontsize=11, color=WARNING_COLOR)
+        grid = figure.add_gridspec(2, 6, height_ratios=(1.25, 1))
+        panels: list[tuple[Any, Callable[[Any, Records, Sequence[str]], None]]] = [
+            (grid[0, :4], _accuracy),
+            (grid[0, 4:], _reward),
+            (grid[1, :2], _entropy_and_length),
+            (grid[1, 2:4], _divergence),
+            (grid[1, 4:], _time),
+        ]
+        for place, draw in panels:
+            axes = figure.add_subplot(place)
+            draw(axes, records, domains)
+            _tidy(axes, first=min(records), last=max(records))
     return path
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_lite.files import replacing
-from roll_lite.observability.curves import DOMAIN_COLORS
+from roll_lite.observability.curves import DOMAIN_COLORS, drawing
 from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import SimulatedRun
 
@@ -23,25 +22,17 @@ COLUMNS = 1400
 
 def draw_engines(
     path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
-) -> Path:
+) -> None:
     """Draw one panel per simulated run on a common time axis. `by`: what colours stand for, "version" (of the
     weights) or "domain". `until`: end of the time axis in seconds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     end = until or max(outcome.steps[-1].end for outcome in outcomes)
     rows = [_rows(outcome) for outcome in outcomes]
     heights = [0.7 + 2.2 * min(1.0, (count / 32) ** 0.5) for count in rows]
-    figure = Figure(figsize=(12, 0.4 + sum(heights)), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.08), facecolor="white")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(outcomes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
-        _panel(axes, outcome, title, by, end)
-    panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
-    with replacing(path) as draft:
-        figure.savefig(draft, format="png", metadata={"Software": None})
-    return path
+    with drawing(path, (12, 0.4 + sum(heights)), h_pad=0.08) as figure:
+        panels = figure.subplots(len(outcomes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
+            _panel(axes, outcome, title, by, end)
+        panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
 
 
 def _rows(outcome: SimulatedRun) -> int:
