@@ -191,6 +191,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def listed(names: Sequence[object]) -> str:
+    """List up to five names, and say how many there are besides."""
+    return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 # ---------------------------------------------------------------- object stores
 
 

@@ -32,35 +32,35 @@ Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
 """Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for references; None for a lost block."""
 
 DESCRIPTION = {
-    "sample": pa.int64(),
-    "domain": pa.string(),
-    "prompt_uid": pa.int64(),
-    "epoch": pa.int64(),
-    "group": pa.int64(),
-    "index": pa.int64(),
-    "attempt": pa.int64(),
-    "baseline": pa.bool_(),
-    "outcome": pa.string(),
-    "failure": pa.string(),
-    "timed_out": pa.bool_(),
-    "finish_reason": pa.string(),
-    "score": pa.float64(),
-    "correct": pa.bool_(),
-    "format_ok": pa.bool_(),
-    "details": pa.string(),
-    "prompt": pa.string(),
-    "response": pa.string(),
-    "reference_answer": pa.string(),
-    "prompt_length": pa.int64(),
-    "response_length": pa.int64(),
-    "policy_tokens": pa.int64(),
+    "sample": "int64",
+    "domain": "string",
+    "prompt_uid": "int64",
+    "epoch": "int64",
+    "group": "int64",
+    "index": "int64",
+    "attempt": "int64",
+    "baseline": "bool",
+    "outcome": "string",
+    "failure": "string",
+    "timed_out": "bool",
+    "finish_reason": "string",
+    "score": "float64",
+    "correct": "bool",
+    "format_ok": "bool",
+    "details": "string",
+    "prompt": "string",
+    "response": "string",
+    "reference_answer": "string",
+    "prompt_length": "int64",
+    "response_length": "int64",
+    "policy_tokens": "int64",
     "versions": pa.list_(pa.struct({"start": pa.int32(), "version": pa.int32()})),
-    "terms": pa.string(),
-    "episode": pa.string(),
-    "asked_at": pa.float64(),
-    "generated_at": pa.float64(),
-    "scored_at": pa.float64(),
-    "columns": pa.string(),
+    "terms": "string",
+    "episode": "string",
+    "asked_at": "float64",
+    "generated_at": "float64",
+    "scored_at": "float64",
+    "columns": "string",
 }
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
@@ -107,7 +107,7 @@ def write_dump(
     rewards by turn, for the column turn_rewards; None: no such column.
     """
     entries = _entries(groups, rows)
-    description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
+    description = DESCRIPTION | ({"branch": "int64"} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
     if kept_ids:
@@ -151,13 +151,8 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
     sample, score, transcript, path = entry.sample, entry.sample.score, entry.sample.transcript, entry.path
     return {
         "sample": entry.row,
-        "domain": sample.id.domain,
-        "prompt_uid": sample.id.prompt_uid,
-        "epoch": sample.id.epoch,
-        "group": sample.id.group,
-        "index": sample.id.index,
+        **asdict(sample.id),
         "branch": entry.branch,
-        "attempt": sample.id.attempt,
         "baseline": entry.baseline,
         "outcome": str(sample.outcome),
         "failure": _text(sample.failure),

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.files import first_line, is_file, kind_of, read_bytes, read_object, read_text, unreadable
+from roll_lite.files import first_line, is_file, kind_of, listed, read_bytes, read_object, read_text, unreadable
 from roll_lite.models.hf_config import HfConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -135,10 +135,7 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
     """Return a message if some tensors do not belong to the model. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
-    if not unknown:
-        return None
-    listed = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-    return f"has tensors that a {hf.family} model has no place for: {listed}"
+    return f"has tensors that a {hf.family} model has no place for: {listed(unknown)}" if unknown else None
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:

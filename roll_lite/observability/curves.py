@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ Records = Mapping[int, Mapping[str, float]]
 
 
 @contextmanager
-def drawing(path: Path, size: tuple[float, float], **pads: float) -> Iterator[Any]:
+def drawing(path: Path, size: tuple[float, float], **pads: Any) -> Iterator[Any]:
     """Yield a figure of `size` (inches). At the end of the block it is written to `path`, replaced atomically."""
     # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
     from matplotlib.figure import Figure
@@ -135,7 +135,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     steps = [step for step in sorted(records) if f"time/{STEP}" in records[step]]
     names = {name: None for step in steps for name in records[step] if name.startswith("time/") and name.count("/") == 1}
     phases = [name.removeprefix("time/") for name in names if name not in (f"time/{STEP}", f"time/{OTHER}")]
-    colors = {phase: PHASE_COLORS[number % len(PHASE_COLORS)] for number, phase in enumerate(phases)} | {OTHER: OTHER_COLOR}
+    colors = dict(zip(phases, cycle(PHASE_COLORS))) | {OTHER: OTHER_COLOR}
     base = [0.0] * len(steps)
     for phase, color in colors.items():
         seconds = [records[step].get(f"time/{phase}", math.nan) for step in steps]
@@ -157,7 +157,7 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
+    own = [(domain, f"domain/{domain}/", color) for domain, color in zip(domains, cycle(DOMAIN_COLORS))]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
 
 

@@ -33,7 +33,7 @@ class Metric:
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
-ACTOR, CRITIC, CREDIT, ROWS = ("actor/tokens",), ("critic/tokens",), ("credit/tokens",), ("credit/rows",)
+ACTOR, CREDIT = ("actor/tokens",), ("credit/tokens",)
 
 BUSIEST_EXPERT = Metric(MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; for models with experts.")
 BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient; 1 if experts are used equally.")
@@ -43,6 +43,10 @@ MFU = Metric(MEAN, "share", "Model FLOPs per second as a share of the device's p
 DEVICE_TOKENS = Metric(MEAN, "tokens/s", "Tokens per device and second, prompts included.")
 
 by_domain = partial(Metric, by="domain")
+actor_mean = partial(Metric, MEAN, by="domain", denominators=ACTOR)
+critic_mean = partial(Metric, MEAN, by="domain", denominators=("critic/tokens",))
+credit_mean = partial(Metric, MEAN, by="domain", denominators=CREDIT)
+"""Means over policy tokens."""
 
 METRICS: dict[str, Metric] = {
     # rewards of the training batch
@@ -194,13 +198,11 @@ METRICS: dict[str, Metric] = {
     # credit
     "credit/tokens": by_domain(SUM, "tokens", "Policy tokens of samples that train."),
     "credit/rows": by_domain(SUM, "samples", "Samples that train."),
-    "credit/reward": by_domain(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", denominators=ROWS),
-    "credit/advantage_mean": by_domain(MEAN, "", "Advantage of a policy token.", denominators=CREDIT),
-    "credit/advantage_square": by_domain(MEAN, "", "Ingredient of credit/advantage_std.", denominators=CREDIT, shown=False),
-    "credit/kl_in_reward": by_domain(
-        MEAN, "nats", "KL(policy || reference) of a token as subtracted from the reward, before its coefficient.", denominators=CREDIT
-    ),
-    "credit/kl_ref": by_domain(MEAN, "nats", "KL(policy || reference), k3, before the step's first update.", denominators=CREDIT),
+    "credit/reward": by_domain(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", denominators=("credit/rows",)),
+    "credit/advantage_mean": credit_mean("", "Advantage of a policy token."),
+    "credit/advantage_square": credit_mean("", "Ingredient of credit/advantage_std.", shown=False),
+    "credit/kl_in_reward": credit_mean("nats", "KL(policy || reference) of a token as subtracted from the reward, before its coefficient."),
+    "credit/kl_ref": credit_mean("nats", "KL(policy || reference), k3, before the step's first update."),
     "credit/advantage_max": by_domain(MAX, "", "Largest advantage."),
     "credit/advantage_min": by_domain(MIN, "", "Smallest advantage."),
     "credit/kl_coef": Metric(LAST, "", "Weight of the KL in the reward."),
@@ -213,12 +215,10 @@ METRICS: dict[str, Metric] = {
     "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
     "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", denominators=("actor/ptx_tokens",)),
     "actor/ptx_tokens": Metric(SUM, "tokens", "Learned tokens of algorithm.ptx."),
-    "actor/entropy": by_domain(MEAN, "nats", "Entropy of a token's distribution, in training.", denominators=ACTOR),
-    "actor/entropy_before": by_domain(
-        MEAN, "nats", "Entropy of a token's distribution, before the step's first update.", denominators=CREDIT
-    ),
-    "actor/ratio": by_domain(MEAN, "", "New probability / old probability of a token; of a sequence under gspo, topr.", denominators=ACTOR),
-    "actor/ratio_square": by_domain(MEAN, "", "Ingredient of actor/ess.", denominators=ACTOR, shown=False),
+    "actor/entropy": actor_mean("nats", "Entropy of a token's distribution, in training."),
+    "actor/entropy_before": credit_mean("nats", "Entropy of a token's distribution, before the step's first update."),
+    "actor/ratio": actor_mean("", "New probability / old probability of a token; of a sequence under gspo, topr."),
+    "actor/ratio_square": actor_mean("", "Ingredient of actor/ess.", shown=False),
     "actor/ratio_p01": by_domain(
         LAST, "", "1st percentile of the ratio over all updates of the step, as the centre of a bin 3% of its logarithm wide."
     ),
@@ -226,21 +226,13 @@ METRICS: dict[str, Metric] = {
     "actor/ratio_p99": by_domain(LAST, "", "99th percentile of the ratio, likewise."),
     "actor/ratio_min": by_domain(MIN, "", "Smallest ratio."),
     "actor/ratio_max": by_domain(MAX, "", "Largest ratio."),
-    "actor/approx_kl": by_domain(MEAN, "nats", "KL(old || new), k3: change of the policy by a step's updates.", denominators=ACTOR),
-    "actor/kl_ref": by_domain(
-        MEAN, "nats", "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`.", denominators=ACTOR
+    "actor/approx_kl": actor_mean("nats", "KL(old || new), k3: change of the policy by a step's updates."),
+    "actor/kl_ref": actor_mean("nats", "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`."),
+    "actor/clip_low": actor_mean(
+        "share", "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: weight raised to its bound."
     ),
-    "actor/clip_low": by_domain(
-        MEAN,
-        "share",
-        "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: weight raised to its bound.",
-        denominators=ACTOR,
-    ),
-    "actor/clip_high": by_domain(
-        MEAN,
-        "share",
-        "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: weight lowered to its bound.",
-        denominators=ACTOR,
+    "actor/clip_high": actor_mean(
+        "share", "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: weight lowered to its bound."
     ),
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "actor/busiest_expert": BUSIEST_EXPERT,
@@ -268,19 +260,19 @@ METRICS: dict[str, Metric] = {
     "mismatch/k3": by_domain(MEAN, "nats", "KL(engine || trainer), k3.", denominators=(*CREDIT, *ACTOR)),
     "mismatch/max": by_domain(MAX, "nats", "Largest difference of a token."),
     # correction of the mismatch
-    "correction/weight": by_domain(MEAN, "", "Weight of a token's policy loss.", denominators=ACTOR),
-    "correction/weight_square": by_domain(MEAN, "", "Ingredient of correction/ess.", denominators=ACTOR, shown=False),
-    "correction/limited": by_domain(MEAN, "share", "Tokens whose weight was outside its range.", denominators=ACTOR),
-    "correction/filtered": by_domain(MEAN, "share", "Tokens whose policy loss the filters removed.", denominators=ACTOR),
+    "correction/weight": actor_mean("", "Weight of a token's policy loss."),
+    "correction/weight_square": actor_mean("", "Ingredient of correction/ess.", shown=False),
+    "correction/limited": actor_mean("share", "Tokens whose weight was outside its range."),
+    "correction/filtered": actor_mean("share", "Tokens whose policy loss the filters removed."),
     # critic
     "critic/tokens": by_domain(SUM, "tokens", "Policy tokens that the critic trained on, over all epochs."),
     "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),
-    "critic/clip_fraction": by_domain(MEAN, "share", "Tokens whose value changed by more than value_loss.clip.", denominators=CRITIC),
-    "critic/value_mean": by_domain(MEAN, "", "Value of a token, in training.", denominators=CRITIC),
-    "critic/return_mean": by_domain(MEAN, "", "Return of a token, the target of its value.", denominators=CRITIC),
-    "critic/return_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", denominators=CRITIC, shown=False),
-    "critic/error_mean": by_domain(MEAN, "", "Return minus value.", denominators=CRITIC),
-    "critic/error_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", denominators=CRITIC, shown=False),
+    "critic/clip_fraction": critic_mean("share", "Tokens whose value changed by more than value_loss.clip."),
+    "critic/value_mean": critic_mean("", "Value of a token, in training."),
+    "critic/return_mean": critic_mean("", "Return of a token, the target of its value."),
+    "critic/return_square": critic_mean("", "Ingredient of critic/explained_variance.", shown=False),
+    "critic/error_mean": critic_mean("", "Return minus value."),
+    "critic/error_square": critic_mean("", "Ingredient of critic/explained_variance.", shown=False),
     "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "critic/busiest_expert": BUSIEST_EXPERT,
     "critic/balance_loss": BALANCE_LOSS,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,8 @@ def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) ->
 
 def _colors(outcome: SimulatedRun, by: str) -> dict[Any, str]:
     if by == "domain":
-        return {model.name: DOMAIN_COLORS[place % len(DOMAIN_COLORS)] for place, model in enumerate(outcome.scenario.domains)}
-    return defaultdict(str) | {version: VERSION_COLORS[version % len(VERSION_COLORS)] for version in range(len(outcome.steps) + 1)}
+        return dict(zip((model.name for model in outcome.scenario.domains), cycle(DOMAIN_COLORS)))
+    return defaultdict(str) | dict(zip(range(len(outcome.steps) + 1), cycle(VERSION_COLORS)))
 
 
 def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:
