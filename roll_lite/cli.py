@@ -362,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("plan", "memory of every role and phase, seconds of a step and its bottleneck, on devices that need not be there; nothing trains"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
+        command = _command(commands, name, help_text)
         if name == "launch":
             _launch_options(command)
         default = "evaluate" if name == "evaluate" else None
@@ -400,21 +400,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(commands: Any, name: str, text: str, **defaults: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(**defaults)
+    return command
+
+
 def _further_commands(commands: Any) -> None:
-    command = commands.add_parser("init", help="write a folder to start from: configuration, data, reward function, README")
-    command.set_defaults(act=_init)
+    command = _command(commands, "init", "write a folder to start from: configuration, data, reward function, README", act=_init)
     recipes = sorted(path.name for path in STARTERS.iterdir())
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
-    help_text = "print a page of the documentation, or list all pages"
-    command = commands.add_parser("docs", help=help_text, description=help_text)
-    command.set_defaults(act=_docs)
+    command = _command(commands, "docs", "print a page of the documentation, or list all pages", act=_docs)
     command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
     _doctor_options(commands)
-    _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
+    _data_options(_command(commands, "data", "list and show presets of public data sets, and write their rows to files", act=_data))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
-    command = commands.add_parser("import", help=help_text, description=help_text)
-    command.set_defaults(act=_import)
+    command = _command(commands, "import", help_text, act=_import)
     command.add_argument("project", choices=PROJECTS, help="the other trainer")
     command.add_argument("file", type=Path, help="its YAML file, or the script or command line that starts it")
     command.add_argument("--out", type=Path, help="a new file for the configuration, in place of standard output")
@@ -422,8 +424,7 @@ def _further_commands(commands: Any) -> None:
         ("view", "runs", "show runs in a web page of this machine, live: curves, samples, tokens, timelines, settings"),
         ("report", "runs/latest", "write a run as one HTML file, report.html in its folder"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.set_defaults(act=_show)
+        command = _command(commands, name, help_text, act=_show)
         text = f"a run's folder, or one that holds runs (default: {default})"
         command.add_argument("runs", nargs="*", type=Path, metavar="RUN", default=[Path(default)], help=text)
         if name == "view":
@@ -433,8 +434,7 @@ def _further_commands(commands: Any) -> None:
 
 def _doctor_options(commands: Any) -> None:
     help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
-    command = commands.add_parser("doctor", help=help_text)
-    command.set_defaults(act=_doctor)
+    command = _command(commands, "doctor", help_text, act=_doctor)
     for option, text in (
         ("--engines", "start each installed engine on the shipped tiny model too (half a minute each)"),
         ("--smoke", "train two steps of the tiny model with each engine too (a minute each)"),
@@ -479,13 +479,12 @@ def _init(parsed: argparse.Namespace) -> int:
 
 def _data_options(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(dest="action", required=True)
-    actions.add_parser("list", help="all presets, in a line each").set_defaults(act=_data)
+    _command(actions, "list", "all presets, in a line each")
     for name, help_text in (
         ("show", "where a preset's rows come from, its columns, and the settings of its domain"),
         ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
     ):
-        action = actions.add_parser(name, help=help_text, description=help_text)
-        action.set_defaults(act=_data)
+        action = _command(actions, name, help_text)
         action.add_argument("preset", metavar="NAME")
     action.add_argument("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
     action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")
