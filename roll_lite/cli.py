@@ -40,6 +40,7 @@ from roll_lite.data.dump_files import check_dumps
 from roll_lite.distributed.strategy.build import engine_arguments_fit
 from roll_lite.environments.check import agents_tools, check_environments
 from roll_lite.files import CONFIGS, DOCS, STARTERS, absolute_path, kind_of, read_text
+from roll_lite.hub import to_stderr
 from roll_lite.observability.run_folder import check_run_dir, check_store
 from roll_lite.pipeline.checkpoint_files import check_resumption, resumption_notes
 from roll_lite.pipeline.shortages import check_machine
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _main(arguments)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:  # not an output stream's error
             raise
@@ -134,7 +137,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _submit(parsed, overrides)
         if parsed.command == "launch":
             return _launch(parsed, overrides)
-        imagined = parsed.command in ("simulate", "plan")
+        imagined = {"simulate": "simulated", "plan": "planned"}.get(parsed.command)
         of_command: dict[str, Sequence[Check]] = {"run": OF_RUNS, "check": OF_CHECK}
         further = (simulated_domains,) if imagined else of_command.get(parsed.command, CHECKS)
         needs_weights = (parsed.command == "run" and not parsed.cfg) or bool(getattr(parsed, "episodes", 0))
@@ -144,13 +147,19 @@ def _main(arguments: Sequence[str] | None) -> int:
             sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
+    if getattr(parsed, "cfg", None):
+        _print(config)
+        return 0
+    if imagined and config.mode != "full":
+        sys.stderr.write(f"mode = {config.mode}: whole runs are {imagined}, in which generation and training take turns; use full\n")
+        return WRONG_CONFIGURATION
     commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate, "plan": _plan}
     return commands[parsed.command](config, parsed)
 
 
 def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], **options: bool) -> RunConfig:
     name, folder = located(parsed.config_name, parsed.config_path)
-    return load_config(name, folder, overrides, further=further, tell=lambda line: sys.stderr.write(f"{line}\n"), **options)
+    return load_config(name, folder, overrides, further=further, tell=to_stderr, **options)
 
 
 def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
@@ -169,10 +178,8 @@ def _print(config: RunConfig) -> None:
     sys.stdout.flush()
 
 
-def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
+def _check(config: RunConfig, _: argparse.Namespace) -> int:
     _print(config)
-    if parsed.cfg:
-        return 0
     sys.stderr.write(_tables(config))
     return 0
 
@@ -278,55 +285,31 @@ def _launch(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _run(config: RunConfig, parsed: argparse.Namespace) -> int:
-    if parsed.cfg:
-        _print(config)
-        return 0
-    try:
-        from roll_lite.pipeline.run import run
-    except KeyboardInterrupt:  # torch takes seconds to import
-        return INTERRUPTED
+def _run(config: RunConfig, _: argparse.Namespace) -> int:
+    from roll_lite.pipeline.run import run
+
     return run(config)
 
 
 def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
-    try:
-        from roll_lite.rewards.preview import Look, preview
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    from roll_lite.rewards.preview import Look, chosen_domain, preview
+
     if parsed.episodes:
-        return _episodes(config, parsed)
+        try:
+            from roll_lite.environments.preview import preview_episodes
+
+            return preview_episodes(config, chosen_domain(config, parsed.domain), parsed.split, parsed.episodes)
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+            return WRONG_CONFIGURATION
     responses = absolute_path(parsed.responses) if parsed.responses else None
     return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column))
 
 
-def _episodes(config: RunConfig, parsed: argparse.Namespace) -> int:
-    from roll_lite.rewards.preview import chosen_domain
-
-    try:
-        from roll_lite.environments.preview import preview_episodes
-
-        return preview_episodes(config, chosen_domain(config, parsed.domain), parsed.split, parsed.episodes)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return WRONG_CONFIGURATION
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
 def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
-    if parsed.cfg:
-        _print(config)
-        return 0
-    if config.mode != "full":
-        sys.stderr.write(f"mode = {config.mode}: whole runs are simulated, in which generation and training take turns; use full\n")
-        return WRONG_CONFIGURATION
-    try:
-        from roll_lite.simulator.command import Question, answer
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    measured = absolute_path(parsed.measured) if parsed.measured else None
-    return answer(config, Question(measured, parsed.compare, parsed.picture, parsed.color))
+    from roll_lite.simulator.command import answer
+
+    return answer(config, parsed)
 
 
 def _import(parsed: argparse.Namespace) -> int:
@@ -344,17 +327,11 @@ def _import(parsed: argparse.Namespace) -> int:
 
 
 def _plan(config: RunConfig, parsed: argparse.Namespace) -> int:
-    if config.mode != "full":
-        sys.stderr.write(f"mode = {config.mode}: whole runs are planned; use full\n")
-        return WRONG_CONFIGURATION
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planning must not take memory of GPUs that others may use
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of Megatron-Core, about packages for GPUs
-            from roll_lite.planning.report import answer
+    with warnings.catch_warnings(action="ignore"):  # of Megatron-Core, about packages for GPUs
+        from roll_lite.planning.report import answer
 
-            return answer(config, parsed.config_name, parsed)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return answer(config, parsed.config_name, parsed)
 
 
 def _show(parsed: argparse.Namespace) -> int:
@@ -385,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
         ),
         ("plan", "memory of every role and phase, seconds of a step and its bottleneck, on devices that need not be there; nothing trains"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
+        command = _command(commands, name, help_text)
         if name == "launch":
             _launch_options(command)
         default = "evaluate" if name == "evaluate" else None
@@ -423,21 +400,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _command(commands: Any, name: str, text: str, **defaults: Any) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(**defaults)
+    return command
+
+
 def _further_commands(commands: Any) -> None:
-    command = commands.add_parser("init", help="write a folder to start from: configuration, data, reward function, README")
-    command.set_defaults(act=_init)
+    command = _command(commands, "init", "write a folder to start from: configuration, data, reward function, README", act=_init)
     recipes = sorted(path.name for path in STARTERS.iterdir())
     command.add_argument("recipe", nargs="?", choices=recipes, default="default", help=f"{', '.join(recipes)} (default: %(default)s)")
     command.add_argument("folder", nargs="?", type=Path, default=Path("my_run"), help="a new folder (default: %(default)s)")
-    help_text = "print a page of the documentation, or list all pages"
-    command = commands.add_parser("docs", help=help_text, description=help_text)
-    command.set_defaults(act=_docs)
+    command = _command(commands, "docs", "print a page of the documentation, or list all pages", act=_docs)
     command.add_argument("page", nargs="?", metavar="PAGE", help="its name in the list")
     _doctor_options(commands)
-    _data_options(commands.add_parser("data", help="list and show presets of public data sets, and write their rows to files"))
+    _data_options(_command(commands, "data", "list and show presets of public data sets, and write their rows to files", act=_data))
     help_text = "turn another trainer's configuration into one of ours, and list what has no counterpart"
-    command = commands.add_parser("import", help=help_text, description=help_text)
-    command.set_defaults(act=_import)
+    command = _command(commands, "import", help_text, act=_import)
     command.add_argument("project", choices=PROJECTS, help="the other trainer")
     command.add_argument("file", type=Path, help="its YAML file, or the script or command line that starts it")
     command.add_argument("--out", type=Path, help="a new file for the configuration, in place of standard output")
@@ -445,8 +424,7 @@ def _further_commands(commands: Any) -> None:
         ("view", "runs", "show runs in a web page of this machine, live: curves, samples, tokens, timelines, settings"),
         ("report", "runs/latest", "write a run as one HTML file, report.html in its folder"),
     ):
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.set_defaults(act=_show)
+        command = _command(commands, name, help_text, act=_show)
         text = f"a run's folder, or one that holds runs (default: {default})"
         command.add_argument("runs", nargs="*", type=Path, metavar="RUN", default=[Path(default)], help=text)
         if name == "view":
@@ -456,8 +434,7 @@ def _further_commands(commands: Any) -> None:
 
 def _doctor_options(commands: Any) -> None:
     help_text = "check this machine, or every node of a cluster, and say what to do: versions, GPUs, engines, Ray, limits, sandbox, clock"
-    command = commands.add_parser("doctor", help=help_text)
-    command.set_defaults(act=_doctor)
+    command = _command(commands, "doctor", help_text, act=_doctor)
     for option, text in (
         ("--engines", "start each installed engine on the shipped tiny model too (half a minute each)"),
         ("--smoke", "train two steps of the tiny model with each engine too (a minute each)"),
@@ -470,12 +447,9 @@ def _doctor_options(commands: Any) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    try:
-        from roll_lite.doctor.command import answer
+    from roll_lite.doctor.command import answer
 
-        return answer(parsed)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return answer(parsed)
 
 
 def _docs(parsed: argparse.Namespace) -> int:
@@ -505,13 +479,12 @@ def _init(parsed: argparse.Namespace) -> int:
 
 def _data_options(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(dest="action", required=True)
-    actions.add_parser("list", help="all presets, in a line each").set_defaults(act=_data)
+    _command(actions, "list", "all presets, in a line each")
     for name, help_text in (
         ("show", "where a preset's rows come from, its columns, and the settings of its domain"),
         ("prepare", "write a preset's rows as JSON lines, in the columns that a domain reads, and tell what was left out"),
     ):
-        action = actions.add_parser(name, help=help_text, description=help_text)
-        action.set_defaults(act=_data)
+        action = _command(actions, name, help_text)
         action.add_argument("preset", metavar="NAME")
     action.add_argument("--split", choices=("train", "validation"), default="train", help="(default: %(default)s)")
     action.add_argument("--from", dest="source", metavar="FILE", help="a file in the data set's own columns, in place of the hub's files")

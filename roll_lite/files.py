@@ -58,11 +58,18 @@ def flush(paths: Iterable[Path]) -> None:
             os.close(handle)
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a file atomically: the yielded path is that of a draft, which replaces `path` at the end of the block."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    yield draft
+    draft.replace(path)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace a text file atomically."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
+    with replacing(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -182,6 +189,11 @@ def elsewhere(path: Path) -> str:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def listed(names: Sequence[object]) -> str:
+    """List up to five names, and say how many there are besides."""
+    return ", ".join(map(str, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 # ---------------------------------------------------------------- object stores

@@ -111,16 +111,16 @@ def _pinned(repository: _Repository, revision: str, rest: str, tell: Tell) -> st
     return commit
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def _download(found: re.Match[str], tell: Tell = _to_stderr) -> list[Path]:
+def _download(found: re.Match[str], tell: Tell = to_stderr) -> list[Path]:
     kind, owner, name, commit, rest = found.groups(default="")
     return _Repository("model" if kind == "model" else "dataset", f"{owner}/{name}").download(commit, rest, tell)
 
 
-def fetch(path: Path, tell: Tell = _to_stderr) -> None:
+def fetch(path: Path, tell: Tell = to_stderr) -> None:
     """Download the missing files of a hub model, weights included. For any other path, do nothing."""
     if (found := _CACHED.search(str(path))) is not None and isinstance(path, HubPath):
         _download(found, tell)

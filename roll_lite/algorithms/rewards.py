@@ -45,17 +45,14 @@ class RewardRows:
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
     number = rows.domain_number.numpy()
-    changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
-    return changes
+    return np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
 
 
 def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: float) -> np.ndarray:
     """linear: -coef * tokens / max_tokens. group: coef times Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3)."""
     lengths = as_float64(rows.policy_tokens)
-    rewards: np.ndarray
     if kind == "linear":
-        rewards = -coef * lengths / as_float64(rows.max_tokens)
-        return rewards
+        return -coef * lengths / as_float64(rows.max_tokens)
     places, groups = group_places(rows.group)
     shortest, longest = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(shortest, places, lengths)
@@ -63,15 +60,13 @@ def length_rewards(rows: RewardRows, kind: Literal["linear", "group"], coef: flo
     span = (longest - shortest)[places]
     lam = coef * (0.5 - (lengths - shortest[places]) / np.where(span > 0, span, 1.0))
     lam = np.where(rows.correct.numpy() > 0, lam, np.minimum(0.0, lam))
-    rewards = np.where(span > 0, lam, 0.0)
-    return rewards
+    return np.where(span > 0, lam, 0.0)
 
 
 def overlong_rewards(rows: RewardRows, buffer_tokens: int, penalty: float) -> np.ndarray:
     """DAPO's soft overlong punishment times `penalty` (arXiv 2503.14476, eq. 13); max_tokens is the paper's L_max."""
     starts = as_float64(rows.max_tokens) - buffer_tokens
-    rewards: np.ndarray = penalty * ((starts - as_float64(rows.policy_tokens)) / buffer_tokens).clip(-1.0, 0.0)
-    return rewards
+    return penalty * ((starts - as_float64(rows.policy_tokens)) / buffer_tokens).clip(-1.0, 0.0)
 
 
 # ---------------------------------------------------------------- normalisation
@@ -135,8 +130,7 @@ def normalized(
         centre, spread = np.full(len(rewards), moments.mean), np.full(len(rewards), moments.std)
     flat = spread <= SPREAD_RESOLUTION * np.hypot(centre, spread)
     shifted = np.where(flat, 0.0, rewards - centre) if mean else rewards
-    result: np.ndarray = shifted / np.where(flat, 1.0, spread) if std else shifted
-    return result
+    return shifted / np.where(flat, 1.0, spread) if std else shifted
 
 
 # ---------------------------------------------------------------- which samples train
@@ -183,8 +177,7 @@ def mask_samples(
 
 
 def _outside(values: np.ndarray, low: Any, high: Any) -> np.ndarray:
-    outside: np.ndarray = (values < low) | (values > high)
-    return outside
+    return (values < low) | (values > high)
 
 
 # ---------------------------------------------------------------- groups

@@ -28,7 +28,7 @@ from roll_lite.data.row_values import (
     text_of,
     weight_of,
 )
-from roll_lite.data.sources import Row, Shard, declared_columns, paths_of, shard_rows, shards_of
+from roll_lite.data.sources import TABLES, Row, declared_columns, paths_of, read_rows, shard_rows, shards_of
 from roll_lite.files import is_folder, read_text
 from roll_lite.models.model_files import chat_templates
 
@@ -55,18 +55,18 @@ def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
-    given = {split: files for split, files in (("train", data.train), ("validation", data.validation)) if files is not None}
+    given = {split: paths_of(files) for split, files in (("train", data.train), ("validation", data.validation))}
     for split, files in given.items():
-        for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
+        for file in {file for file in files if files.count(file) > 1}:
             yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
-    for split, file in [(split, file) for split, files in given.items() for file in paths_of(files)]:
+    for split, file in [(split, file) for split, files in given.items() for file in files]:
         place, preset = f"{path}.data.{split}", data.preset_of(split)
         scan = _Scan(_columns(path, domain, split), data, owners)
         try:
             shards = shards_of(file)
-            rows = _table_rows(shards, scan) if shards[0].is_table and preset is None else converted(_lines(shards), preset)
+            rows = _table_rows(shards, scan) if shards[0].suffix in TABLES and preset is None else converted(read_rows(file), preset)
             for row in islice(rows, SCANNED_ROWS if preset is None else TABLE_ROWS):
-                scan.check_row(row, f"{row.file.name}, {row.unit} {row.number}" if len(shards) > 1 else f"{row.unit} {row.number}")
+                scan.check_row(row, f"{row.file.name}, {row.place_in_file}" if len(shards) > 1 else row.place_in_file)
                 if len(scan.mistakes) >= NAMED_LINES:
                     break
         except ValueError as error:
@@ -78,7 +78,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Report a training folder that contains validation files, since held-out rows would be trained on; except if the folder itself is also
     validation data."""
-    train, held_out = (paths_of(files) if files is not None else [] for files in (domain.data.train, domain.data.validation))
+    train, held_out = paths_of(domain.data.train), paths_of(domain.data.validation)
     for folder in [one for one in train if is_folder(one) and one not in held_out]:
         if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
             message = f"the folder holds {', '.join(shared)}, which data.validation names: held-out rows would train; list the files"
@@ -183,15 +183,15 @@ class _Scan:
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (column, message) for each wanted column missing in a readable file. Other checks report unreadable files."""
     given = {"train": data.train, "validation": data.validation}
-    read = [(path, data.preset_of(split)) for split, files in given.items() if files is not None for path in paths_of(files)]
+    read = [(path, data.preset_of(split)) for split, files in given.items() for path in paths_of(files)]
     for file, preset in dict.fromkeys(read):
         seen: dict[str, None] = {}
         try:
             shards = shards_of(file)
-            declares = shards[0].is_table and preset is None
+            declares = shards[0].suffix in TABLES and preset is None
             for shard in shards if declares else ():
                 seen |= dict.fromkeys(declared_columns(shard))
-            for row in islice(converted(_lines(shards), preset), SCANNED_ROWS) if not declares else ():
+            for row in islice(converted(read_rows(file), preset), SCANNED_ROWS) if not declares else ():
                 if isinstance(row.content, dict) and (data.tag is None or str(row.content.get(data.tag)) in data.tags):
                     seen |= dict.fromkeys(row.content)
                 if set(wanted) <= seen.keys():
@@ -206,28 +206,23 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 _NOT_READ = object()
 
 
-def _lines(shards: list[Shard]) -> Iterator[Row]:
-    for index, shard in enumerate(shards):
-        yield from shard_rows(shard, index)
-
-
-def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """Yield the rows of all shards (files) of one path. Of a shard's first TABLE_ROWS rows, all configured columns are read; of later rows,
-    only the tag. Columns not read hold _NOT_READ."""
+def _table_rows(shards: list[Path], scan: _Scan) -> Iterator[Row]:
+    """Yield the rows of all shards (files) of one path; columns that were not read hold _NOT_READ. Of a shard's first TABLE_ROWS rows, all
+    configured columns are read; of later rows, up to SCANNED_ROWS, only the tag."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     lacks_columns = False
-    for index, shard in enumerate(shards):
+    for shard in shards:
         names = declared_columns(shard)
         rest = dict.fromkeys(names, _NOT_READ)
         if any(name not in names for name in wanted):
             lacks_columns = True
             wanted = [name for name in wanted if name in names and name == tag]
         if lacks_columns and not wanted:
-            yield Row(index, shard.path, shard.unit, 1, rest)
+            yield Row(shard, 1, rest)
             continue
-        first = islice(shard_rows(shard, index, wanted), TABLE_ROWS)
-        tags = islice(shard_rows(shard, index, [tag]), SCANNED_ROWS) if tag is not None else ()
+        first = islice(shard_rows(shard, wanted), TABLE_ROWS)
+        tags = islice(shard_rows(shard, [tag]), SCANNED_ROWS) if tag is not None else ()
         for full, tagged in zip_longest(first, tags):
             row = full or tagged
             assert isinstance(row.content, dict), "a table's rows are whole"

@@ -9,14 +9,11 @@ import torch
 
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
+from roll_lite.files import replacing
 
 
-def rows_file(data_rank: int) -> str:
-    return f"rows_{data_rank:04d}.parquet"
-
-
-def write_columns(path: Path, columns: DataProto) -> None:
-    write_table(path, as_table(columns))
+def write_rows(folder: Path, data_rank: int, rows: DataProto) -> None:
+    write_table(folder / f"rows_{data_rank:04d}.parquet", as_table(rows))
 
 
 def as_table(columns: DataProto) -> pa.Table:
@@ -25,9 +22,8 @@ def as_table(columns: DataProto) -> pa.Table:
 
 def write_table(path: Path, table: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".partial")
-    pq.write_table(table, unfinished, compression="zstd")
-    unfinished.replace(path)
+    with replacing(path) as draft:
+        pq.write_table(table, draft, compression="zstd")
 
 
 def as_array(column: Column) -> pa.Array:

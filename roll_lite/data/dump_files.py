@@ -18,7 +18,7 @@ from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.environments import EndpointEnvironmentConfig
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import elsewhere, first_line, is_folder, kind_of, listing
+from roll_lite.files import elsewhere, first_line, is_folder, kind_of, listed, listing
 from roll_lite.models.hf_config import read_model_shape
 from roll_lite.models.model_files import tokenizer_checksum
 from roll_lite.observability.run_folder import resumed_from
@@ -29,8 +29,7 @@ FORMAT = "roll_lite.dump"
 SCHEMA_VERSION = 1
 METADATA = "roll_lite"
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""Settings of the sampling distribution, in which a dump and the run that trains on it must agree."""
-NAMED = 5
+"""Settings that change the sampling distribution; a dump and the run that trains on it must agree."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,8 @@ def check_dumps(config: RunConfig) -> Iterator[Problem]:
     try:
         files = found_dumps(path)
         if missing := [step for step in range(1, config.steps + 1) if step not in files]:
-            named = ", ".join(map(str, missing[:NAMED])) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
-            usable = missing[0] - 1
-            use = f"; use steps: {usable}" if usable else ""
-            yield Problem("replay.path", f"has no dump of step {named}, the run is to train {config.steps} steps{use}", str(path))
+            use = f"; use steps: {usable}" if (usable := missing[0] - 1) else ""
+            yield Problem("replay.path", f"has no dump of step {listed(missing)}, the run is to train {config.steps} steps{use}", str(path))
         headers = [read_header(file) for step, file in sorted(files.items()) if step <= config.steps]
     except (ValueError, OSError) as error:
         yield Problem("replay.path", str(error), str(path))
@@ -173,7 +170,7 @@ def _fits(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
     for key in ("prompts_per_step", "keep_mask"):
         given, was = getattr(config.rollout, key), made["rollout"][key]
         if given != was:
-            yield Problem(f"rollout.{key}", f"the dumps were made with {_yaml(was)}; use {_yaml(was)}", given)
+            yield Problem(f"rollout.{key}", f"the dumps were made with {json.dumps(was)}; use {json.dumps(was)}", given)
     if config.algorithm.advantage.name == "remax" and not header.baselines:
         yield Problem("algorithm.advantage.name", f"remax needs greedy baselines; {header.path} has none", "remax")
 
@@ -264,7 +261,3 @@ def _validate_all(value: Any) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             _validate_all(item)
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import VECTORS, Column, DataProto, object_column
 from roll_lite.data.ragged import Ragged, from_numpy
 from roll_lite.data.samples import Branch, Prompt, Sample, SampleGroup, TokenRow
+from roll_lite.files import replacing
 
 ROW_GROUP_TOKENS = 2**21
 """Tokens per Parquet row group (about 30 MB)."""
@@ -30,35 +32,35 @@ Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
 """Function that returns the token blocks (tables of tokens, workers/token_blocks.py) for references; None for a lost block."""
 
 DESCRIPTION = {
-    "sample": pa.int64(),
-    "domain": pa.string(),
-    "prompt_uid": pa.int64(),
-    "epoch": pa.int64(),
-    "group": pa.int64(),
-    "index": pa.int64(),
-    "attempt": pa.int64(),
-    "baseline": pa.bool_(),
-    "outcome": pa.string(),
-    "failure": pa.string(),
-    "timed_out": pa.bool_(),
-    "finish_reason": pa.string(),
-    "score": pa.float64(),
-    "correct": pa.bool_(),
-    "format_ok": pa.bool_(),
-    "details": pa.string(),
-    "prompt": pa.string(),
-    "response": pa.string(),
-    "reference_answer": pa.string(),
-    "prompt_length": pa.int64(),
-    "response_length": pa.int64(),
-    "policy_tokens": pa.int64(),
+    "sample": "int64",
+    "domain": "string",
+    "prompt_uid": "int64",
+    "epoch": "int64",
+    "group": "int64",
+    "index": "int64",
+    "attempt": "int64",
+    "baseline": "bool",
+    "outcome": "string",
+    "failure": "string",
+    "timed_out": "bool",
+    "finish_reason": "string",
+    "score": "float64",
+    "correct": "bool",
+    "format_ok": "bool",
+    "details": "string",
+    "prompt": "string",
+    "response": "string",
+    "reference_answer": "string",
+    "prompt_length": "int64",
+    "response_length": "int64",
+    "policy_tokens": "int64",
     "versions": pa.list_(pa.struct({"start": pa.int32(), "version": pa.int32()})),
-    "terms": pa.string(),
-    "episode": pa.string(),
-    "asked_at": pa.float64(),
-    "generated_at": pa.float64(),
-    "scored_at": pa.float64(),
-    "columns": pa.string(),
+    "terms": "string",
+    "episode": "string",
+    "asked_at": "float64",
+    "generated_at": "float64",
+    "scored_at": "float64",
+    "columns": "string",
 }
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 KEPT_IDS, TURN_REWARDS = "kept_ids", "turn_rewards"
@@ -105,7 +107,7 @@ def write_dump(
     turn; None: omit the column turn_rewards.
     """
     entries = _entries(groups, rows)
-    description = DESCRIPTION | ({"branch": pa.int64()} if "branch" in rows else {})
+    description = DESCRIPTION | ({"branch": "int64"} if "branch" in rows else {})
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in description}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
     if kept_ids:
@@ -115,21 +117,20 @@ def write_dump(
     schema = pa.schema(description | {name: array.type for name, array in further.items()} | tokens)
     largest = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".partial")
-    with pq.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as file:
+    with replacing(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd", write_page_checksum=True) as file:
         for part in _row_groups(entries):
             described = [_described(entry, clock_offset) for entry in part]
             arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in description.items()}
             arrays |= {name: array.take(arrays["sample"]) for name, array in further.items()}
             arrays |= _token_columns(part, fetch, schema)
             if rewards_of is not None:
-                arrays[TURN_REWARDS] = _turn_rewards(part, rewards_of)
+                paid = [turn_rewards([(one.path, rewards_of(one.sample))]).values.numpy() if one.tokens else None for one in part]
+                arrays[TURN_REWARDS] = pa.array(paid, tokens[TURN_REWARDS])
             largest = max(largest, pc.max(arrays["input_ids"].values).as_py() or 0)
             file.write_table(pa.table(arrays, schema))
         made = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "made_by": f"roll_lite {version('roll_lite')}", **facts}
         found = {"largest_token": largest, "domains": _sizes(rows), "baselines": any(entry.baseline for entry in entries)}
         file.add_key_value_metadata({METADATA: json.dumps(made | found)})
-    unfinished.replace(path)
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
@@ -150,13 +151,8 @@ def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
     sample, score, transcript, path = entry.sample, entry.sample.score, entry.sample.transcript, entry.path
     return {
         "sample": entry.row,
-        "domain": sample.id.domain,
-        "prompt_uid": sample.id.prompt_uid,
-        "epoch": sample.id.epoch,
-        "group": sample.id.group,
-        "index": sample.id.index,
+        **asdict(sample.id),
         "branch": entry.branch,
-        "attempt": sample.id.attempt,
         "baseline": entry.baseline,
         "outcome": str(sample.outcome),
         "failure": _text(sample.failure),
@@ -223,29 +219,21 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
     """Return token columns, null for samples without tokens. RuntimeError if a trained sample's tokens are lost."""
     names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
     blocks = _blocks(entries, fetch)
-    members: dict[Any, list[int]] = {}
-    rows: dict[Any, list[int]] = {}
+    rows: dict[Any, dict[int, int]] = {}
+    """{token block: {number of the entry: its row}}."""
     for number, entry in enumerate(entries):
         if entry.tokens is not None and entry.tokens.block in blocks:
-            members.setdefault(entry.tokens.block, []).append(number)
-            rows.setdefault(entry.tokens.block, []).append(entry.tokens.row)
+            rows.setdefault(entry.tokens.block, {})[number] = entry.tokens.row
         elif entry.row is not None:
             raise RuntimeError(f"the tokens of {entry.sample.id.request_id()}, which trains, are gone")
-    if not members:
+    if not rows:
         return {name: pa.nulls(len(entries), schema.field(name).type) for name in names}
-    joined = DataProto.concat([blocks[reference].select(names).take(own) for reference, own in rows.items()])
-    place = {number: place for place, number in enumerate(number for own in members.values() for number in own)}
+    joined = DataProto.concat([blocks[reference].select(names).take(list(own.values())) for reference, own in rows.items()])
+    place = {number: place for place, number in enumerate(chain.from_iterable(rows.values()))}
     in_order = pa.array([place.get(number) for number in range(len(entries))], pa.int64())
     if KEPT_IDS in names:
         joined = joined.with_columns(kept_ids=_widened(joined.ragged(KEPT_IDS), schema.field(KEPT_IDS).type.value_type.list_size))
     return {name: as_array(joined[name]).take(in_order) for name in names}
-
-
-def _turn_rewards(entries: Sequence[_Entry], rewards_of: Callable[[Sample], Sequence[float]]) -> pa.Array:
-    known = [entry for entry in entries if entry.tokens is not None]
-    place = {id(entry): number for number, entry in enumerate(known)}
-    column = turn_rewards((entry.path, rewards_of(entry.sample)) for entry in known)
-    return as_array(column).take(pa.array([place.get(id(entry)) for entry in entries], pa.int64()))
 
 
 def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:

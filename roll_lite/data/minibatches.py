@@ -22,9 +22,6 @@ class MiniBatch:
     weights: np.ndarray
     """float32 [rows]: loss weight per policy token of a row."""
 
-    def share(self, rows: np.ndarray) -> MiniBatch:
-        return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
-
 
 def cut_mini_batches(
     samples: np.ndarray,
@@ -72,7 +69,7 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
-            shares[rank].append(mini_batch.share(rows))
+            shares[rank].append(MiniBatch(mini_batch.epoch, mini_batch.samples[rows], mini_batch.weights[rows]))
     return shares
 
 

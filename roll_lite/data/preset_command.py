@@ -13,7 +13,7 @@ from roll_lite.config.presets import preset, presets
 from roll_lite.data.presets import LeftOut, converted
 from roll_lite.data.sources import read_rows
 from roll_lite.files import absolute_path
-from roll_lite.hub import located, online
+from roll_lite.hub import located, online, to_stderr
 
 MISTAKES_SHOWN = 5
 RIGHT, WRONG = 0, 2
@@ -44,7 +44,7 @@ def prepare(name: str, split: str, source: str | None, out: Path | None) -> int:
         files = source or preset(name).get(split)
         if files is None:
             raise ValueError(f"has no {split} data; use --split train")
-        with online(lambda line: sys.stderr.write(f"{line}\n")):
+        with online(to_stderr):
             path = located(Path(files), "dataset") or absolute_path(Path(files))
         with target.open("x", encoding="utf-8") as file:
             for row in converted(read_rows(path), name):

@@ -9,6 +9,8 @@ import pickle
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from roll_lite.config.presets import preset
@@ -71,10 +73,7 @@ def _converted(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, An
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    value: Any = row
-    for name in column.split("."):
-        value = value[name]
-    return value
+    return reduce(getitem, column.split("."), row)
 
 
 # ---------------------------------------------------------------- one column

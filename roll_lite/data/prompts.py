@@ -101,7 +101,8 @@ def load_prompts(
     if loader.too_long:
         mistakes.append(_too_long(domain, config, loader))
     if mistakes:
-        raise ValueError(_report(setting, mistakes))
+        more = ["... and more"] if len(mistakes) > MISTAKES_SHOWN else []
+        raise ValueError("\n  ".join([f"{setting}: the data has mistakes", *mistakes[:MISTAKES_SHOWN], *more]))
     for column, values in loader.reported.items():
         if len(values) > MOST_REPORTED:
             setting = f"domains.{domain}.data.report_by"
@@ -127,7 +128,7 @@ class _Read:
 class _Loader:
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
-        self.mistakes: list[tuple[int, int, str]] = []
+        self.mistakes: list[tuple[Path, int, str]] = []
         self.too_long: list[tuple[int, str]] = []
         """(number of tokens, file and row) of each prompt over max_prompt_tokens."""
         self._domain = domain
@@ -207,13 +208,7 @@ class _Loader:
                 self.prompts.add(read.text, ids, read.answer, read.columns, read.weight, read.question)
 
     def _mistake(self, row: Row, problem: str) -> None:
-        self.mistakes.append((row.shard, row.number, f"{row.place}: {problem}"))
-
-
-def _report(setting: str, mistakes: Sequence[str]) -> str:
-    if len(mistakes) > MISTAKES_SHOWN:
-        mistakes = [*mistakes[:MISTAKES_SHOWN], "... and more"]
-    return "\n".join([f"{setting}: the data has mistakes", *(f"  {mistake}" for mistake in mistakes)])
+        self.mistakes.append((row.file, row.number, f"{row.place}: {problem}"))
 
 
 def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:

@@ -38,7 +38,7 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
-    if not isinstance(value, str | int | float) or isinstance(value, bool):
+    if type(value) not in (str, int, float):
         raise RowError(column, f"only a string or a number can be filled into a text, got {show(value)}")
     return str(value)
 
@@ -63,7 +63,7 @@ def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list
 
 def tag_of(row: Mapping[str, Any], column: str) -> str:
     tag = cell(row, column)
-    if not isinstance(tag, str | int) or isinstance(tag, bool):
+    if type(tag) not in (str, int):
         raise RowError(column, f"a tag is a text, got {show(tag)}")
     return str(tag)
 
@@ -76,15 +76,15 @@ def reported_value(row: Mapping[str, Any], column: str) -> str | float:
 
 
 def difficulty_of(row: Mapping[str, Any], column: str) -> float:
-    number = cell(row, column)
-    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
+    number: float = cell(row, column)
+    if type(number) not in (int, float) or number != number:
         raise RowError(column, f"a difficulty is a number, got {show(number)}")
     return number
 
 
 def weight_of(row: Mapping[str, Any], column: str | None) -> float:
     weight = 1.0 if column is None else cell(row, column)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
+    if type(weight) not in (int, float) or not 0 <= weight <= LARGEST_WEIGHT:
         raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
     return float(weight)
 
@@ -101,9 +101,9 @@ def files_of(row: Mapping[str, Any], column: str) -> dict[str, str]:
 def files_read(*given: DataFiles | None) -> set[Path]:
     """Return the given data files, and those in given folders. Missing or broken files are skipped, since other checks report them."""
     files: set[Path] = set()
-    for path in (path for one in given if one is not None for path in paths_of(one)):
+    for path in (path for one in given for path in paths_of(one)):
         with suppress(ValueError, OSError):
-            files |= {shard.path.resolve() for shard in shards_of(path)}
+            files |= {shard.resolve() for shard in shards_of(path)}
     return files
 
 

@@ -49,17 +49,15 @@ class SupervisedRows:
 
     def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a row's token ids and its mask of tokens to learn: answer and end of sequence or, without an answer column, all."""
-        prompt = self._prompts[number]
-        given = list(prompt.token_ids)
-        learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
-        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
-        ids = torch.tensor([*given, *learned, *end][: self._config.max_tokens])
-        first = 0 if self._config.data.answer is None else len(given)
-        return ids, torch.arange(len(ids)) >= first
-
-    def _answer(self, answer: Any) -> list[int]:
-        ids: list[int] = self._tokenizer(str(answer), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        prompt, first = self._prompts[number], 0
+        ids = list(prompt.token_ids)
+        if self._config.data.answer is not None:
+            first = len(ids)
+            ids += self._tokenizer(str(prompt.answer), add_special_tokens=False, verbose=False)["input_ids"]
+        if self._tokenizer.eos_token_id is not None:
+            ids.append(self._tokenizer.eos_token_id)
+        tokens = torch.tensor(ids[: self._config.max_tokens])
+        return tokens, torch.arange(len(tokens)) >= first
 
     def state_dict(self) -> dict[str, Any]:
         return self._order.state_dict()

@@ -34,7 +34,13 @@ class Template:
         self._chat_template: str | None = None
         self._placeholders: list[str] = []
         if isinstance(config, PlainTemplateConfig):
-            self._placeholders = _placeholders(config.text, f"{setting}.text")
+            place = f"{setting}.text: {config.text!r}"
+            try:
+                self._placeholders = placeholders(config.text)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            if not self._placeholders:
+                raise ValueError(f"{place} has no placeholder, so that all prompts would be the same; {{prompt}} stands for the prompt")
         elif config.file is not None:
             self._chat_template = read_text(config.file)
         elif not getattr(tokenizer, "chat_template", None):
@@ -74,13 +80,3 @@ class Template:
             raise ValueError(
                 f"{self._setting}: the tokenizer ends every text with its EOS {self._tokenizer.eos_token!r}, so no prompt can be continued"
             )
-
-
-def _placeholders(text: str, setting: str) -> list[str]:
-    try:
-        names = placeholders(text)
-    except ValueError as error:
-        raise ValueError(f"{setting}: {text!r}: {error}") from error
-    if not names:
-        raise ValueError(f"{setting}: {text!r} has no placeholder, so that all prompts would be the same; {{prompt}} stands for the prompt")
-    return names

@@ -51,19 +51,12 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
     """Factor by which positions are divided; None: no linear scaling."""
-    llama3: Llama3Scaling | None = None
+    llama3: Mapping[str, float] | None = None
+    """LLAMA3_FIELDS of Llama 3's scaling."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +181,7 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: i
         return default
     if name not in raw:
         raise ValueError(f"has no {name!r}")
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+    if type(value) is not int or not 0 < value <= most:
         raise ValueError(f"{name} is {value!r:.40}; it must be a positive integer" + (f" up to {most:,}" if most == _MANY else ""))
     return value
 
@@ -199,20 +192,10 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
         raw = read_config(folder)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
-    file, family = folder / "config.json", raw.get("model_type")
-    if family not in SUPPORTED_TYPES:
-        raise ValueError(f"{key}: {file}: model_type {family!r} cannot be trained; supported are {', '.join(SUPPORTED_TYPES)}")
-    refused = list(refusals(raw, architectures))
     try:
-        rope = rope_fields(raw)
+        return hf_config_of(raw, architectures)
     except ValueError as error:
-        refused.append(str(error))
-    if refused:
-        raise ValueError(f"{key}: {file}: {'; '.join(refused)}")
-    try:
-        return _of_fields(raw, rope)
-    except ValueError as error:
-        raise ValueError(f"{key}: {file}: {error}") from error
+        raise ValueError(f"{key}: {folder / 'config.json'}: {error}") from error
 
 
 def sliding_window(raw: Mapping[str, Any]) -> int | None:
@@ -233,9 +216,20 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
     return size
 
 
-def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
-    family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
-    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
+def hf_config_of(raw: dict[str, Any], architectures: Sequence[str] = HEADS) -> HfConfig:
+    """Return the architecture that the contents of a config.json describe."""
+    family = raw.get("model_type")
+    if family not in SUPPORTED_TYPES:
+        raise ValueError(f"model_type {family!r} cannot be trained; supported are {', '.join(SUPPORTED_TYPES)}")
+    refused = list(refusals(raw, architectures))
+    try:
+        rope = rope_fields(raw)
+    except ValueError as error:
+        refused.append(str(error))
+    if refused:
+        raise ValueError("; ".join(refused))
+    heads, norm_eps = _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
+    if not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
     if not isinstance(raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"tie_word_embeddings is {raw['tie_word_embeddings']!r:.40}; it must be true or false")
@@ -258,7 +252,7 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
         rope=RopeConfig(
             float(rope["rope_theta"]),
             linear_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else None,
-            llama3=Llama3Scaling(**{name: rope[name] for name in sorted(LLAMA3_FIELDS)}) if rope["rope_type"] == "llama3" else None,
+            llama3={name: rope[name] for name in LLAMA3_FIELDS} if rope["rope_type"] == "llama3" else None,
         ),
         window=sliding_window(raw),
         experts=_experts(raw) if family == "qwen3_moe" else None,

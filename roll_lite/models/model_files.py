@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.files import first_line, is_file, kind_of, read_bytes, read_object, read_text, unreadable
+from roll_lite.files import first_line, is_file, kind_of, listed, read_bytes, read_object, read_text, unreadable
 from roll_lite.models.hf_config import HfConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -33,6 +33,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def beginning(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            return file.read(min(_SAMPLE, self.stop - self.start))
 
     def blocks(self) -> Iterator[bytes]:
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -104,10 +109,7 @@ def weights_fingerprint(folder: Path) -> str:
     """Hash the names, dtypes, shapes and first 4 KiB of all tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            digest.update(file.read(min(_SAMPLE, tensor.stop - tensor.start)))
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + tensor.beginning())
     return digest.hexdigest()
 
 
@@ -133,20 +135,14 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
     """Return a message if some tensors do not belong to the model. An unused language-model head is allowed."""
     known = {*weight_shapes(hf), HEAD, head}
     unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
-    if not unknown:
-        return None
-    listed = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-    return f"has tensors that a {hf.family} model has no place for: {listed}"
+    return f"has tensors that a {hf.family} model has no place for: {listed(unknown)}" if unknown else None
 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
     """Return a message if the first 4 KiB of one of up to 500 tensors contain NaN or infinity."""
     read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra tensors may have any type
     for name, tensor in islice(read, _MOST_SAMPLED):
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.start)
-            content = file.read(min(_SAMPLE, tensor.stop - tensor.start))
-        exponent, width = _EXPONENTS[tensor.dtype]
+        content, (exponent, width) = tensor.beginning(), _EXPONENTS[tensor.dtype]
         numbers = memoryview(content[: len(content) // width * width]).cast("I" if width == 4 else "H")
         if any(number & exponent == exponent for number in numbers):
             return f"{name} in {tensor.file.name} holds NaN or infinite numbers: training has broken the model, or the file is damaged"

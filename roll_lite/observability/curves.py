@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
+from roll_lite.files import replacing
 from roll_lite.observability.timers import OTHER, STEP
 
 CURVES_FILE = "curves.png"
@@ -24,36 +25,41 @@ FEW_POINTS = 4
 Records = Mapping[int, Mapping[str, float]]
 
 
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], **pads: Any) -> Iterator[Any]:
+    """Yield a figure of `size` (inches). At the end of the block it is written to `path`, replaced atomically."""
+    # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=size, dpi=110, layout=ConstrainedLayoutEngine(**pads), facecolor="white")
+    yield figure
+    with replacing(path) as draft:
+        figure.savefig(draft, format="png", metadata={"Software": None})
+
+
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
     """Draw curves into the file `path`, replaced atomically. Return None without metrics."""
     if not any(records.values()):
         return None
-    # Imported here: matplotlib takes a second. No pyplot: it would set a back end for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    figure = Figure(figsize=(14, 8), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12), facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
-    if warnings:
-        text = f"look at: {', '.join(name.replace('_', ' ') for name in warnings)} (summary.json)"
-        figure.text(0.988, 0.985, text, ha="right", va="top", fontsize=11, color=WARNING_COLOR)
-    grid = figure.add_gridspec(2, 6, height_ratios=(1.25, 1))
-    panels: list[tuple[Any, Callable[[Any, Records, Sequence[str]], None]]] = [
-        (grid[0, :4], _accuracy),
-        (grid[0, 4:], _reward),
-        (grid[1, :2], _entropy_and_length),
-        (grid[1, 2:4], _divergence),
-        (grid[1, 4:], _time),
-    ]
-    for place, draw in panels:
-        axes = figure.add_subplot(place)
-        draw(axes, records, domains)
-        _tidy(axes, first=min(records), last=max(records))
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(draft, format="png", metadata={"Software": None})
-    return draft.replace(path)
+    with drawing(path, (14, 8), w_pad=0.1, h_pad=0.12) as figure:
+        figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+        if warnings:
+            text = f"look at: {', '.join(name.replace('_', ' ') for name in warnings)} (summary.json)"
+            figure.text(0.988, 0.985, text, ha="right", va="top", fontsize=11, color=WARNING_COLOR)
+        grid = figure.add_gridspec(2, 6, height_ratios=(1.25, 1))
+        panels: list[tuple[Any, Callable[[Any, Records, Sequence[str]], None]]] = [
+            (grid[0, :4], _accuracy),
+            (grid[0, 4:], _reward),
+            (grid[1, :2], _entropy_and_length),
+            (grid[1, 2:4], _divergence),
+            (grid[1, 4:], _time),
+        ]
+        for place, draw in panels:
+            axes = figure.add_subplot(place)
+            draw(axes, records, domains)
+            _tidy(axes, first=min(records), last=max(records))
+    return path
 
 
 # ---------------------------------------------------------------- panels
@@ -129,10 +135,11 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
     steps = [step for step in sorted(records) if f"time/{STEP}" in records[step]]
     names = {name: None for step in steps for name in records[step] if name.startswith("time/") and name.count("/") == 1}
     phases = [name.removeprefix("time/") for name in names if name not in (f"time/{STEP}", f"time/{OTHER}")]
-    colors = {phase: PHASE_COLORS[number % len(PHASE_COLORS)] for number, phase in enumerate(phases)} | {OTHER: OTHER_COLOR}
+    colors = dict(zip(phases, cycle(PHASE_COLORS))) | {OTHER: OTHER_COLOR}
     base = [0.0] * len(steps)
     for phase, color in colors.items():
-        top = [below + _or_zero(records[step].get(f"time/{phase}")) for below, step in zip(base, steps, strict=True)]
+        seconds = [records[step].get(f"time/{phase}", math.nan) for step in steps]
+        top = [below + (own if math.isfinite(own) else 0.0) for below, own in zip(base, seconds, strict=True)]
         if steps:
             # Half a step on either side, so that a run of one step is visible.
             edges = [steps[0] - 0.5, *steps, steps[-1] + 0.5]
@@ -150,12 +157,8 @@ def _time(axes: Any, records: Records, _: Sequence[str]) -> None:
 
 
 def _series(domains: Sequence[str]) -> list[tuple[str, str, str]]:
-    own = [(domain, f"domain/{domain}/", DOMAIN_COLORS[number % len(DOMAIN_COLORS)]) for number, domain in enumerate(domains)]
+    own = [(domain, f"domain/{domain}/", color) for domain, color in zip(domains, cycle(DOMAIN_COLORS))]
     return own if len(own) == 1 else [*own, ("all", "", OVERALL_COLOR)]
-
-
-def _or_zero(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) else 0.0
 
 
 def _points(records: Records, name: str) -> tuple[list[int], list[float]]:

@@ -35,12 +35,12 @@ class Finding:
 @dataclass(frozen=True)
 class Sign:
     name: str
-    in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
     """Function (metrics of a step, metrics of earlier steps) -> whether the step shows the problem. Earlier steps: the latest REMEMBERED,
     and the first with an entropy."""
     says: Callable[[Metrics], str]
     by_domain: bool = False
+    in_a_row: int = IN_A_ROW
 
 
 class RunHealth:
@@ -102,7 +102,6 @@ def _explodes(metrics: Metrics, earlier: Sequence[Metrics]) -> bool:
 SIGNS = (
     Sign(
         "flat_groups",
-        IN_A_ROW,
         lambda metrics, _: metrics.get("reward/flat_groups", 0.0) >= 1.0,
         lambda metrics: (
             f"in every group all samples have the same reward ({IN_A_ROW} steps in a row; mean score "
@@ -113,7 +112,6 @@ SIGNS = (
     ),
     Sign(
         "nothing_trains",
-        IN_A_ROW,
         lambda metrics, _: metrics.get("rollout/samples") == 0.0 or metrics.get("masks/samples") == 1.0,
         lambda _: (
             f"no sample is left to train on ({IN_A_ROW} steps in a row): rollout.filter or algorithm.masks leaves all of them out "
@@ -122,7 +120,6 @@ SIGNS = (
     ),
     Sign(
         "truncated",
-        IN_A_ROW,
         lambda metrics, _: metrics.get("rollout/truncated", 0.0) > TRUNCATED_ABOVE,
         lambda metrics: (
             f"{metrics['rollout/truncated']:.0%} of the responses were cut at max_tokens; raise domains.*.sampling.max_tokens, "
@@ -132,7 +129,6 @@ SIGNS = (
     ),
     Sign(
         "entropy",
-        IN_A_ROW,
         _collapsed,
         lambda metrics: (
             f"the policy's entropy has collapsed to {_entropy(metrics):.2g} nats: the samples of a prompt are nearly the same. "
@@ -141,17 +137,16 @@ SIGNS = (
     ),
     Sign(
         "no_gradient",
-        IN_A_ROW,
         lambda metrics, _: metrics.get("actor/grad_norm") == 0.0,
         lambda _: f"the actor's gradient is 0 ({IN_A_ROW} steps in a row): its weights do not change",
     ),
     Sign(
         "exploding_gradient",
-        1,
         _explodes,
         lambda metrics: (
             f"the actor's gradient norm is {metrics['actor/grad_norm']:.3g}, over {GRADIENT_GROWTH:.0f} times its median so "
             "far; see samples/ of this step, and try a smaller learning rate"
         ),
+        in_a_row=1,
     ),
 )

@@ -33,7 +33,7 @@ class Metric:
 
 
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
-ACTOR, CRITIC, CREDIT, ROWS = ("actor/tokens",), ("critic/tokens",), ("credit/tokens",), ("credit/rows",)
+ACTOR, CREDIT = ("actor/tokens",), ("credit/tokens",)
 
 BUSIEST_EXPERT = Metric(MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; for models with experts.")
 BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient; 1 if experts are used equally.")
@@ -43,6 +43,12 @@ MFU = Metric(MEAN, "share", "Model FLOPs per second as a share of the device's p
 DEVICE_TOKENS = Metric(MEAN, "tokens/s", "Tokens per device and second, prompts included.")
 
 by_domain = partial(Metric, by="domain")
+domain_share = partial(Metric, MEAN, "share", by="domain")
+group_count = partial(Metric, SUM, "groups", by="domain")
+actor_mean = partial(Metric, MEAN, by="domain", denominators=ACTOR)
+critic_mean = partial(Metric, MEAN, by="domain", denominators=("critic/tokens",))
+credit_mean = partial(Metric, MEAN, by="domain", denominators=CREDIT)
+"""Means over policy tokens."""
 
 METRICS: dict[str, Metric] = {
     # rewards of the training batch
@@ -50,10 +56,8 @@ METRICS: dict[str, Metric] = {
     "reward/square": by_domain(MEAN, "score²", "Ingredient of reward/std.", shown=False),
     "reward/max": by_domain(MAX, "score", "Highest score."),
     "reward/min": by_domain(MIN, "score", "Lowest score."),
-    "reward/accuracy": by_domain(MEAN, "share", "Accepted samples that are correct."),
-    "reward/flat_groups": by_domain(
-        MEAN, "share", "Sample groups whose rewards after shaping are all equal: they have no advantage under GRPO."
-    ),
+    "reward/accuracy": domain_share("Accepted samples that are correct."),
+    "reward/flat_groups": domain_share("Sample groups whose rewards after shaping are all equal: they have no advantage under GRPO."),
     "reward/shaped": by_domain(MEAN, "score", "Reward of a sample after shaping, before KL."),
     "reward/workers_replaced": by_domain(SUM, "workers", "Reward workers replaced because they died or hung."),
     "reward/term": by_domain(
@@ -88,34 +92,30 @@ METRICS: dict[str, Metric] = {
     "episode/metric": by_domain(MEAN, "", "A metric of the environment's own, per episode. Named `domain/<domain>/<name>/episode/metric`."),
     "environment/workers_replaced": by_domain(SUM, "workers", "Environment workers replaced because they died or hung."),
     # sample groups by their share of correct samples
-    "solved/none": by_domain(MEAN, "share", "Groups without a correct sample."),
-    "solved/quarter": by_domain(MEAN, "share", "Groups with at least one and at most a quarter of the samples correct."),
-    "solved/half": by_domain(MEAN, "share", "Groups with more than a quarter and at most half of the samples correct."),
-    "solved/three_quarters": by_domain(MEAN, "share", "Groups with more than half and at most three quarters correct."),
-    "solved/most": by_domain(MEAN, "share", "Groups with more than three quarters of the samples correct, but not all."),
-    "solved/all": by_domain(MEAN, "share", "Groups with all samples correct."),
+    "solved/none": domain_share("Groups without a correct sample."),
+    "solved/quarter": domain_share("Groups with at least one and at most a quarter of the samples correct."),
+    "solved/half": domain_share("Groups with more than a quarter and at most half of the samples correct."),
+    "solved/three_quarters": domain_share("Groups with more than half and at most three quarters correct."),
+    "solved/most": domain_share("Groups with more than three quarters of the samples correct, but not all."),
+    "solved/all": domain_share("Groups with all samples correct."),
     # samples that do not train
     "masks/weight": by_domain(MEAN, "", "Weight of a sample in the loss; 0 for samples that do not train."),
-    "masks/samples": by_domain(MEAN, "share", "Samples that do not train, for any reason."),
-    "masks/truncated": by_domain(MEAN, "share", "Samples masked because they were cut at max_tokens."),
-    "masks/group_mean": by_domain(MEAN, "share", "Samples masked because their group is too easy or too hard."),
-    "masks/response_tokens": by_domain(MEAN, "share", "Samples masked because of their length."),
-    "masks/sample_weight": by_domain(MEAN, "share", "Samples with weight 0 in the data."),
-    "masks/function": by_domain(MEAN, "share", "Samples with weight 0 by algorithm.masks.function."),
+    "masks/samples": domain_share("Samples that do not train, for any reason."),
+    "masks/truncated": domain_share("Samples masked because they were cut at max_tokens."),
+    "masks/group_mean": domain_share("Samples masked because their group is too easy or too hard."),
+    "masks/response_tokens": domain_share("Samples masked because of their length."),
+    "masks/sample_weight": domain_share("Samples with weight 0 in the data."),
+    "masks/function": domain_share("Samples with weight 0 by algorithm.masks.function."),
     # held-out prompts
-    "validation/accuracy": by_domain(MEAN, "share", "Held-out samples that are correct."),
+    "validation/accuracy": domain_share("Held-out samples that are correct."),
     "validation/reward": by_domain(MEAN, "score", "Score of held-out samples."),
-    "validation/pass@k": by_domain(
-        MEAN,
-        "share",
+    "validation/pass@k": domain_share(
         "Probability that one of k samples of a held-out prompt is correct: 1 - C(n-c, k) / C(n, k), if c of its n samples are.",
     ),
     "validation/best@k": by_domain(
         MEAN, "score", "Expected highest score of k samples of a held-out prompt, over all choices of k among its n."
     ),
-    "validation/maj@k": by_domain(
-        MEAN,
-        "share",
+    "validation/maj@k": domain_share(
         "Share of votes of k samples of a held-out prompt whose most frequent answer is correct; ties count as their mean. A prompt has "
         "n // k votes, of its samples in order. Only for rewards that read an answer; samples without one do not vote.",
     ),
@@ -125,7 +125,7 @@ METRICS: dict[str, Metric] = {
     "validation/prompts": by_domain(SUM, "prompts", "Held-out prompts with a scored sample."),
     "validation/samples": by_domain(SUM, "samples", "Held-out samples with a score."),
     "validation/response_tokens": by_domain(MEAN, "tokens", "Response length of held-out samples."),
-    "validation/truncated": by_domain(MEAN, "share", "Held-out samples cut at max_tokens."),
+    "validation/truncated": domain_share("Held-out samples cut at max_tokens."),
     "validation/failed": by_domain(SUM, "samples", "Held-out samples that failed permanently; no mean includes them."),
     "validation/version_min": Metric(MIN, "", "Oldest weight version that sampled a token of held-out samples."),
     "validation/version_max": Metric(
@@ -134,21 +134,21 @@ METRICS: dict[str, Metric] = {
     "validation/seconds": Metric(LAST, "s", "Time from the start of a validation to its last score."),
     "validation/tokens_per_second": Metric(LAST, "tokens/s", "Response tokens per second of a validation, over all engines."),
     # rollouts
-    "rollout/requested": by_domain(SUM, "groups", "Sample groups planned for the batch, by the domains' shares."),
-    "rollout/groups": by_domain(SUM, "groups", "Sample groups in the batch."),
-    "rollout/admitted": by_domain(SUM, "groups", "Sample groups started since the last batch."),
-    "rollout/filtered_groups": by_domain(SUM, "groups", "Sample groups dropped by rollout.filter and replaced by other prompts."),
-    "rollout/filtered_low": by_domain(SUM, "groups", "Filtered groups not above the filter's `above`; for accuracy: all wrong."),
-    "rollout/filtered_high": by_domain(SUM, "groups", "Filtered groups not below the filter's `below`; for accuracy: all correct."),
-    "rollout/filtered_function": by_domain(SUM, "groups", "Filtered groups dropped by the user's function."),
-    "rollout/stale_groups": by_domain(SUM, "groups", "Sample groups that became too old; their prompts were put back."),
-    "rollout/stale_unfinished": by_domain(SUM, "groups", "Stale groups whose responses or scores were unfinished."),
-    "rollout/stale_surplus": by_domain(SUM, "groups", "Stale groups that were finished but did not fit in any batch."),
+    "rollout/requested": group_count("Sample groups planned for the batch, by the domains' shares."),
+    "rollout/groups": group_count("Sample groups in the batch."),
+    "rollout/admitted": group_count("Sample groups started since the last batch."),
+    "rollout/filtered_groups": group_count("Sample groups dropped by rollout.filter and replaced by other prompts."),
+    "rollout/filtered_low": group_count("Filtered groups not above the filter's `above`; for accuracy: all wrong."),
+    "rollout/filtered_high": group_count("Filtered groups not below the filter's `below`; for accuracy: all correct."),
+    "rollout/filtered_function": group_count("Filtered groups dropped by the user's function."),
+    "rollout/stale_groups": group_count("Sample groups that became too old; their prompts were put back."),
+    "rollout/stale_unfinished": group_count("Stale groups whose responses or scores were unfinished."),
+    "rollout/stale_surplus": group_count("Stale groups that were finished but did not fit in any batch."),
     "rollout/rewards_behind_seconds": by_domain(
         SUM, "s", "Time without starts for later batches, because more samples than a batch holds waited for scores."
     ),
-    "rollout/lost_groups": by_domain(SUM, "groups", "Sample groups without a surviving sample, replaced by other prompts."),
-    "rollout/timed_out_groups": by_domain(SUM, "groups", "Sample groups that lost a sample to a time-out, most likely a long one."),
+    "rollout/lost_groups": group_count("Sample groups without a surviving sample, replaced by other prompts."),
+    "rollout/timed_out_groups": group_count("Sample groups that lost a sample to a time-out, most likely a long one."),
     "rollout/scored_samples": by_domain(SUM, "samples", "Samples scored since the last batch, before filters; includes greedy baselines."),
     "rollout/samples": by_domain(SUM, "samples", "Accepted samples in the batch."),
     "rollout/early_samples": Metric(
@@ -168,7 +168,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/cached_tokens": by_domain(SUM, "tokens", "Prompt tokens found in the engines' prefix caches, which updates clear."),
     "rollout/drafted_tokens": by_domain(SUM, "tokens", "Tokens drafted by speculation (actor_infer.strategy.speculation)."),
-    "rollout/draft_acceptance": by_domain(MEAN, "share", "Drafted tokens that were accepted."),
+    "rollout/draft_acceptance": domain_share("Drafted tokens that were accepted."),
     "rollout/response_tokens": by_domain(SUM, "tokens", "Tokens generated since the last batch, before filters."),
     "rollout/batch_tokens": by_domain(SUM, "tokens", "Response tokens of the accepted samples in the batch."),
     "rollout/response_length": by_domain(MEAN, "tokens", "Response length of a sample."),
@@ -176,8 +176,8 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length_min": by_domain(MIN, "tokens", "Shortest response."),
     "rollout/response_length_p50": by_domain(LAST, "tokens", "Median response length (nearest rank)."),
     "rollout/response_length_p95": by_domain(LAST, "tokens", "95th percentile of response lengths (nearest rank)."),
-    "rollout/truncated": by_domain(MEAN, "share", "Samples cut at max_tokens."),
-    "rollout/max_turns": by_domain(MEAN, "share", "Samples whose episode ended at max_turns."),
+    "rollout/truncated": domain_share("Samples cut at max_tokens."),
+    "rollout/max_turns": domain_share("Samples whose episode ended at max_turns."),
     "rollout/request_seconds": by_domain(MEAN, "s", "Time from sending a request to its completion."),
     "rollout/share_requested": by_domain(LAST, "share", "Domain's configured share of the prompts."),
     "rollout/share_generated": by_domain(LAST, "share", "Domain's share of the tokens generated in the run so far, before filters."),
@@ -194,13 +194,11 @@ METRICS: dict[str, Metric] = {
     # credit
     "credit/tokens": by_domain(SUM, "tokens", "Policy tokens of samples that train."),
     "credit/rows": by_domain(SUM, "samples", "Samples that train."),
-    "credit/reward": by_domain(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", denominators=ROWS),
-    "credit/advantage_mean": by_domain(MEAN, "", "Advantage of a policy token.", denominators=CREDIT),
-    "credit/advantage_square": by_domain(MEAN, "", "Ingredient of credit/advantage_std.", denominators=CREDIT, shown=False),
-    "credit/kl_in_reward": by_domain(
-        MEAN, "nats", "KL(policy || reference) of a token as subtracted from the reward, before its coefficient.", denominators=CREDIT
-    ),
-    "credit/kl_ref": by_domain(MEAN, "nats", "KL(policy || reference), k3, before the step's first update.", denominators=CREDIT),
+    "credit/reward": by_domain(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", denominators=("credit/rows",)),
+    "credit/advantage_mean": credit_mean("", "Advantage of a policy token."),
+    "credit/advantage_square": credit_mean("", "Ingredient of credit/advantage_std.", shown=False),
+    "credit/kl_in_reward": credit_mean("nats", "KL(policy || reference) of a token as subtracted from the reward, before its coefficient."),
+    "credit/kl_ref": credit_mean("nats", "KL(policy || reference), k3, before the step's first update."),
     "credit/advantage_max": by_domain(MAX, "", "Largest advantage."),
     "credit/advantage_min": by_domain(MIN, "", "Smallest advantage."),
     "credit/kl_coef": Metric(LAST, "", "Weight of the KL in the reward."),
@@ -213,12 +211,10 @@ METRICS: dict[str, Metric] = {
     "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
     "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", denominators=("actor/ptx_tokens",)),
     "actor/ptx_tokens": Metric(SUM, "tokens", "Learned tokens of algorithm.ptx."),
-    "actor/entropy": by_domain(MEAN, "nats", "Entropy of a token's distribution, in training.", denominators=ACTOR),
-    "actor/entropy_before": by_domain(
-        MEAN, "nats", "Entropy of a token's distribution, before the step's first update.", denominators=CREDIT
-    ),
-    "actor/ratio": by_domain(MEAN, "", "New probability / old probability of a token; of a sequence under gspo, topr.", denominators=ACTOR),
-    "actor/ratio_square": by_domain(MEAN, "", "Ingredient of actor/ess.", denominators=ACTOR, shown=False),
+    "actor/entropy": actor_mean("nats", "Entropy of a token's distribution, in training."),
+    "actor/entropy_before": credit_mean("nats", "Entropy of a token's distribution, before the step's first update."),
+    "actor/ratio": actor_mean("", "New probability / old probability of a token; of a sequence under gspo, topr."),
+    "actor/ratio_square": actor_mean("", "Ingredient of actor/ess.", shown=False),
     "actor/ratio_p01": by_domain(
         LAST, "", "1st percentile of the ratio over all updates of the step, as the centre of a bin 3% of its logarithm wide."
     ),
@@ -226,21 +222,13 @@ METRICS: dict[str, Metric] = {
     "actor/ratio_p99": by_domain(LAST, "", "99th percentile of the ratio, likewise."),
     "actor/ratio_min": by_domain(MIN, "", "Smallest ratio."),
     "actor/ratio_max": by_domain(MAX, "", "Largest ratio."),
-    "actor/approx_kl": by_domain(MEAN, "nats", "KL(old || new), k3: change of the policy by a step's updates.", denominators=ACTOR),
-    "actor/kl_ref": by_domain(
-        MEAN, "nats", "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`.", denominators=ACTOR
+    "actor/approx_kl": actor_mean("nats", "KL(old || new), k3: change of the policy by a step's updates."),
+    "actor/kl_ref": actor_mean("nats", "KL(policy || reference): k3, or the sum over the vocabulary if kl_in_loss uses `full`."),
+    "actor/clip_low": actor_mean(
+        "share", "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: weight raised to its bound."
     ),
-    "actor/clip_low": by_domain(
-        MEAN,
-        "share",
-        "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: weight raised to its bound.",
-        denominators=ACTOR,
-    ),
-    "actor/clip_high": by_domain(
-        MEAN,
-        "share",
-        "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: weight lowered to its bound.",
-        denominators=ACTOR,
+    "actor/clip_high": actor_mean(
+        "share", "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: weight lowered to its bound."
     ),
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "actor/busiest_expert": BUSIEST_EXPERT,
@@ -268,19 +256,19 @@ METRICS: dict[str, Metric] = {
     "mismatch/k3": by_domain(MEAN, "nats", "KL(engine || trainer), k3.", denominators=(*CREDIT, *ACTOR)),
     "mismatch/max": by_domain(MAX, "nats", "Largest difference of a token."),
     # correction of the mismatch
-    "correction/weight": by_domain(MEAN, "", "Weight of a token's policy loss.", denominators=ACTOR),
-    "correction/weight_square": by_domain(MEAN, "", "Ingredient of correction/ess.", denominators=ACTOR, shown=False),
-    "correction/limited": by_domain(MEAN, "share", "Tokens whose weight was outside its range.", denominators=ACTOR),
-    "correction/filtered": by_domain(MEAN, "share", "Tokens whose policy loss the filters removed.", denominators=ACTOR),
+    "correction/weight": actor_mean("", "Weight of a token's policy loss."),
+    "correction/weight_square": actor_mean("", "Ingredient of correction/ess.", shown=False),
+    "correction/limited": actor_mean("share", "Tokens whose weight was outside its range."),
+    "correction/filtered": actor_mean("share", "Tokens whose policy loss the filters removed."),
     # critic
     "critic/tokens": by_domain(SUM, "tokens", "Policy tokens that the critic trained on, over all epochs."),
     "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),
-    "critic/clip_fraction": by_domain(MEAN, "share", "Tokens whose value changed by more than value_loss.clip.", denominators=CRITIC),
-    "critic/value_mean": by_domain(MEAN, "", "Value of a token, in training.", denominators=CRITIC),
-    "critic/return_mean": by_domain(MEAN, "", "Return of a token, the target of its value.", denominators=CRITIC),
-    "critic/return_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", denominators=CRITIC, shown=False),
-    "critic/error_mean": by_domain(MEAN, "", "Return minus value.", denominators=CRITIC),
-    "critic/error_square": by_domain(MEAN, "", "Ingredient of critic/explained_variance.", denominators=CRITIC, shown=False),
+    "critic/clip_fraction": critic_mean("share", "Tokens whose value changed by more than value_loss.clip."),
+    "critic/value_mean": critic_mean("", "Value of a token, in training."),
+    "critic/return_mean": critic_mean("", "Return of a token, the target of its value."),
+    "critic/return_square": critic_mean("", "Ingredient of critic/explained_variance.", shown=False),
+    "critic/error_mean": critic_mean("", "Return minus value."),
+    "critic/error_square": critic_mean("", "Ingredient of critic/explained_variance.", shown=False),
     "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "critic/busiest_expert": BUSIEST_EXPERT,
     "critic/balance_loss": BALANCE_LOSS,
@@ -372,16 +360,12 @@ def _explained_variance(return_mean: float, return_square: float, error_mean: fl
     return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
 
 
-def _tokens_per_pass(drafted: float, acceptance: float, generated: float) -> float:
-    return generated / (generated - drafted * acceptance)
-
-
 DERIVED: dict[str, Derived] = {
     "rollout/tokens_per_pass": Derived(
         ("rollout/drafted_tokens", "rollout/draft_acceptance", "rollout/response_tokens"),
         "tokens",
         "Tokens that a response gains in a forward pass, with speculation; 1 if no draft is accepted.",
-        _tokens_per_pass,
+        lambda drafted, acceptance, generated: generated / (generated - drafted * acceptance),
     ),
     "reward/std": Derived(("reward/mean", "reward/square"), "score", "Standard deviation of the scores.", _std),
     "credit/advantage_std": Derived(

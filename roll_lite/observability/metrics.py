@@ -55,9 +55,7 @@ class MetricSums:
             raise ValueError(f"metric {name!r} {wanted}, got label={label!r}")
         value = float(value)
         self._put((name, f"{label}/{part}" if part else label), value, count)
-        if part:
-            return
-        if metric.by == "domain" and metric.reduction is not Reduction.LAST:
+        if not part and metric.by == "domain" and metric.reduction is not Reduction.LAST:
             self._put((name, None), value, count)
 
     def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
@@ -80,12 +78,10 @@ class MetricSums:
 
     def _put(self, series: Series, value: float, count: float) -> None:
         metric, old = metric_of(series[0]), self.entries.get(series)
-        if old is None:
+        if old is None or metric.reduction is Reduction.LAST:
             self.entries[series] = (value, count)
         elif metric.reduction in (Reduction.MEAN, Reduction.SUM):
             self.entries[series] = (old[0] + value, old[1] + count)
-        elif metric.reduction is Reduction.LAST:
-            self.entries[series] = (value, count)
         else:
             # NaN wins: otherwise the maximum would hide a broken rank.
             pick = max if metric.reduction is Reduction.MAX else min

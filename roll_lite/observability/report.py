@@ -27,12 +27,8 @@ Accuracy = BeforeAfter
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
-
-    def read(name: str) -> dict[str, float | None]:
-        return {"before": before.get(name), "after": after.get(name)}
-
-    change = {domain: read(f"domain/{domain}/validation/accuracy") for domain in domains}
-    return {OVERALL: read("validation/accuracy"), **change}
+    names = {OVERALL: "validation/accuracy", **{domain: f"domain/{domain}/validation/accuracy" for domain in domains}}
+    return {where: {"before": before.get(name), "after": after.get(name)} for where, name in names.items()}
 
 
 Measures = dict[str, BeforeAfter]
@@ -146,5 +142,5 @@ class LiveReport:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-            for draft in self._folder.glob(".report.html.*"):
+            for draft in self._folder.glob("report.html.*.partial"):
                 draft.unlink()

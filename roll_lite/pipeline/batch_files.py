@@ -18,7 +18,7 @@ from roll_lite.config.arithmetic import group_size, longest_sequence, trains
 from roll_lite.config.checks.notes import without_formula
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.data.columns_file import as_table, rows_file, write_columns, write_table
+from roll_lite.data.columns_file import as_table, write_rows, write_table
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
@@ -112,7 +112,7 @@ class BatchFiles:
             actor.ranks.heads_scatter(ActorWorker.write_rows, shards, folder)
         else:  # in turns: the driver never holds a whole batch
             for rank, shard in enumerate(shards):
-                write_columns(folder / rows_file(rank), shard.materialize())
+                write_rows(folder, rank, shard.materialize())
         write_table(folder / "mini_batches.parquet", mini_batches)
         write_json(folder / "step.json", facts)
 

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from roll_lite.config.problems import LEFT_OUT
 from roll_lite.hub import config_notation
-from roll_lite.models.hf_config import HfConfig, read_config, read_hf_config
+from roll_lite.models.hf_config import HfConfig, hf_config_of, read_config, read_hf_config
 
 TABLE = Path(__file__).with_name("models.json")
 """config.json of public models, by hub name."""
@@ -86,9 +85,7 @@ def of_scorer(path: Path) -> Architecture | None:
 
 
 def of_config(name: str, raw: dict[str, Any]) -> Architecture:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-        return Architecture(name, raw, read_hf_config(Path(folder)))
+    return Architecture(name, raw, hf_config_of(raw))
 
 
 def _letters(name: str) -> str:

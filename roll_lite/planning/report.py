@@ -30,6 +30,7 @@ from roll_lite.config.schema.models import (
     JudgeServerConfig,
     MegatronStrategyConfig,
     RewardModelConfig,
+    TrainRoleConfig,
 )
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.megatron.traced import RankMemory
@@ -88,7 +89,7 @@ def remedies(config: RunConfig, model: Architecture, device: Device, phases: lis
 
 
 def _changes(config: RunConfig, role: ForwardRoleConfig) -> Iterator[tuple[str, Any]]:
-    budget = role.train_micro_batch_tokens or role.micro_batch_tokens if hasattr(role, "train_micro_batch_tokens") else 0
+    budget = role.in_training[0] if isinstance(role, TrainRoleConfig) else 0
     while (budget := budget // 2) >= longest_sequence(config):
         yield "train_micro_batch_tokens", budget
     yield from (("strategy.recompute", one) for one in ("selective", "full") if role.strategy.recompute != one)

@@ -163,9 +163,5 @@ SUPPLIES: tuple[dict[str, object], ...] = (
 
 def under_each_supply(scenario: Scenario) -> list[SimulatedRun]:
     """Simulate the configured `rollout.supply`. Unless engines and trainer share devices, also simulate the other values."""
-    rollouts = [
-        scenario.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": 1.0, **one})
-        for one in SUPPLIES
-        if not scenario.takes_turns and one["supply"] != scenario.rollout.supply
-    ]
-    return [simulate(replace(scenario, rollout=one)) for one in [scenario.rollout, *rollouts]]
+    supplies = [one for one in SUPPLIES if not scenario.takes_turns and one["supply"] != scenario.rollout.supply]
+    return [simulate(one) for one in [scenario, *map(scenario.under, supplies)]]

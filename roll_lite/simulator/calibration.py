@@ -21,6 +21,7 @@ from roll_lite.config.schema.simulation import (
     SimulatedTrainerConfig,
     SimulationConfig,
 )
+from roll_lite.simulator.scenario import responses_of
 
 QUANTILES = 21
 
@@ -102,7 +103,7 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
         for sample in run.samples[step]:
             if sample["outcome"] == "accepted":
                 by_domain[sample["domain"]].append(sample)
-    responses = {name: _responses(name, by_domain[name], run, usual, _prompts(assumed, name)) for name in domains if by_domain[name]}
+    responses = {name: _responses(name, by_domain[name], run, usual, assumed) for name in domains if by_domain[name]}
     # A batch waits for the slowest domain's rewards, so its 99th percentile is at least the mean wait for a batch's last rewards.
     slowest = max(responses, key=lambda name: responses[name].reward_s)
     tail = rounded(fmean(run.metrics[step].get("rollout/reward_tail_seconds", 0.0) for step in usual))
@@ -166,14 +167,10 @@ def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerCo
     return SimulatedTrainerConfig(overhead_s=0.0, tokens_per_device_s=rounded(rate), log_probs=log_probs, sync_s=rounded(sync_s))
 
 
-def _prompts(assumed: SimulationConfig, domain: str) -> int:
-    return assumed.domains.get(domain, assumed.responses).prompts
-
-
 def _responses(
-    name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
+    name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], assumed: SimulationConfig
 ) -> SimulatedResponsesConfig:
-    """Measure a domain's responses. `prompts`: number of prompts in the data, which runs do not record."""
+    """Measure a domain's responses. `assumed` gives the number of prompts in the data, which runs do not record."""
     lengths = [policy_tokens(sample) / turns_of(sample) for sample in samples if sample["response_tokens"]]
     played = [sample["episode"]["metrics"] for sample in samples if "episode" in sample]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
@@ -182,7 +179,7 @@ def _responses(
     seconds = [run.metrics[step].get(f"domain/{name}/reward/seconds") for step in steps]
     known = [one for one in seconds if one is not None]
     return SimulatedResponsesConfig(
-        prompts=prompts,
+        prompts=responses_of(assumed, name).prompts,
         prompt_tokens=max(1, round(fmean(sample["prompt_tokens"] for sample in samples))),
         quantiles=[rounded(float(value)) for value in np.quantile(lengths, np.linspace(0, 1, QUANTILES))],
         reward_s=rounded(fmean(known)) if known else 0.0,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import yaml
 
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.files import is_folder
+from roll_lite.files import absolute_path, is_folder
 from roll_lite.simulator.calibration import calibrated
-from roll_lite.simulator.picture import draft_of, draw_engines
+from roll_lite.simulator.picture import draw_engines
 from roll_lite.simulator.report import NOTES, advice, details, engines, table_of_runs
 from roll_lite.simulator.scenario import Scenario, scenario_of
 from roll_lite.simulator.simulation import SimulatedRun, simulate
@@ -30,41 +32,33 @@ TAKES_TURNS = (
 )
 
 
-@dataclass(frozen=True)
-class Question:
-    measured: Path | None = None
-    compare: bool = False
-    picture: Path | None = None
-    color: str = "version"
-
-
-def answer(config: RunConfig, question: Question) -> int:
-    """Simulate the configuration (and alternatives, with `compare`) and print results. Return the exit code: 0, or 2 for an unusable
+def answer(config: RunConfig, asked: argparse.Namespace) -> int:
+    """Simulate the configuration (and alternatives, if `compare`) and print the results. Return the exit code: 0, or 2 for an unusable
     argument."""
     try:
-        if question.picture is not None:
-            refuse_unwritable(question.picture)
-        if question.measured is not None:
-            config = calibrated(config, question.measured)
+        if asked.picture is not None:
+            refuse_unwritable(asked.picture)
+        if asked.measured is not None:
+            config = calibrated(config, absolute_path(asked.measured))
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    if question.measured is not None:
+    if asked.measured is not None:
         measured = config.simulation.model_dump(mode="json", exclude_unset=True)
         text = yaml.safe_dump({"simulation": measured}, sort_keys=False, default_flow_style=None, width=120)
-        sys.stdout.write(f"measured in {question.measured}:\n{text}\n")
+        sys.stdout.write(f"measured in {asked.measured}:\n{text}\n")
     chosen = scenario_of(config)
-    outcome = simulate(chosen, spans=question.picture is not None)
+    outcome = simulate(chosen, spans=asked.picture is not None)
     sys.stdout.write(f"{details(outcome)}\n\n")
-    others = [] if not question.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
+    others = [] if not asked.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
     sys.stdout.write(f"{table_of_runs([outcome, *others])}\n\n{NOTES}\n")
-    if question.compare and chosen.takes_turns:
+    if asked.compare and chosen.takes_turns:
         sys.stdout.write(f"\n{TAKES_TURNS}\n")
     if others:
         sys.stdout.write(f"\n{advice([outcome, *others])}\n")
-    if question.picture is not None:
-        draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {engines(chosen)}"], question.color)
-        sys.stdout.write(f"\npicture: {question.picture}\n")
+    if asked.picture is not None:
+        draw_engines(asked.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {engines(chosen)}"], asked.color)
+        sys.stdout.write(f"\npicture: {asked.picture}\n")
     return 0
 
 
@@ -72,11 +66,9 @@ def refuse_unwritable(picture: Path) -> None:
     if is_folder(picture):
         raise ValueError(f"--picture: {picture} is a folder; name a file in it")
     try:
-        draft_of(picture).touch()
-        draft_of(picture).unlink()
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise ValueError(f"--picture: {picture} cannot be written: {reason}") from error
+        TemporaryFile(dir=picture.parent).close()
+    except OSError as error:
+        raise ValueError(f"--picture: {picture} cannot be written: {error.strerror}") from error
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
@@ -84,9 +76,7 @@ def alternatives(chosen: Scenario) -> Iterator[Scenario]:
     trainer take turns). `oversample` is kept only with `supply: sync`."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
-            oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0
-            rollout = chosen.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": oversample} | settings)
-            yield replace(chosen, engines=count, rollout=rollout)
+            yield replace(chosen, engines=count).under(settings)
 
 
 def _simulated(scenario: Scenario) -> SimulatedRun:

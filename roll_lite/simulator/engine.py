@@ -146,8 +146,7 @@ class SimulatedEngine:
         whole, most = self._length(request) - request.resumed_tokens, request.sampling.max_tokens
         prompt = request.prompt_length
         reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
-        run = _Run(asked, prompt, max(1, min(whole, most)), reason)
-        run.prefix = "/".join(request.request_id.split("/", 4)[:4])
+        run = _Run(asked, prompt, max(1, min(whole, most)), reason, prefix="/".join(request.request_id.split("/", 4)[:4]))
         self._runs[request.request_id] = run
         self._waiting.append(run)
         self._process_due_events_soon()

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from roll_lite.observability.curves import DOMAIN_COLORS
+from roll_lite.observability.curves import DOMAIN_COLORS, drawing
 from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import SimulatedRun
 
@@ -22,29 +22,17 @@ COLUMNS = 1400
 
 def draw_engines(
     path: Path, outcomes: Sequence[SimulatedRun], titles: Sequence[str], by: str = "version", until: float | None = None
-) -> Path:
+) -> None:
     """Draw one panel per simulated run on a common time axis. `by`: meaning of colours, "version" (of weights) or "domain". `until`: end of
     the axis in seconds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     end = until or max(outcome.steps[-1].end for outcome in outcomes)
     rows = [_rows(outcome) for outcome in outcomes]
     heights = [0.7 + 2.2 * min(1.0, (count / 32) ** 0.5) for count in rows]
-    figure = Figure(figsize=(12, 0.4 + sum(heights)), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.08), facecolor="white")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(outcomes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
-        _panel(axes, outcome, title, by, end)
-    panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
-    draft = draft_of(path)
-    figure.savefig(draft, format="png", metadata={"Software": None})
-    return draft.replace(path)
-
-
-def draft_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    with drawing(path, (12, 0.4 + sum(heights)), h_pad=0.08) as figure:
+        panels = figure.subplots(len(outcomes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
+            _panel(axes, outcome, title, by, end)
+        panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
 
 
 def _rows(outcome: SimulatedRun) -> int:
@@ -93,12 +81,8 @@ def _panel(axes: Any, outcome: SimulatedRun, title: str, by: str, end: float) ->
 
 def _colors(outcome: SimulatedRun, by: str) -> dict[Any, str]:
     if by == "domain":
-        return {model.name: DOMAIN_COLORS[place % len(DOMAIN_COLORS)] for place, model in enumerate(outcome.scenario.domains)}
-    return defaultdict(str) | {version: VERSION_COLORS[version % len(VERSION_COLORS)] for version in range(len(outcome.steps) + 1)}
-
-
-def _key(span: Span, by: str) -> Any:
-    return span.domain if by == "domain" else span.version
+        return dict(zip((model.name for model in outcome.scenario.domains), cycle(DOMAIN_COLORS)))
+    return defaultdict(str) | dict(zip(range(len(outcome.steps) + 1), cycle(VERSION_COLORS)))
 
 
 def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:
@@ -109,7 +93,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
         axes.broken_barh(
             [(span.start, span.end - span.start) for span in ones],
             (row - 0.42, 0.84),
-            facecolors=[colors[_key(span, by)] for span in ones],
+            facecolors=[colors[getattr(span, by)] for span in ones],
             edgecolors="white",
             linewidth=0.3,
         )
@@ -120,7 +104,7 @@ def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[A
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:
         first, last = (min(COLUMNS, int(at / end * COLUMNS)) for at in (span.start, span.end))
-        value = np.append(rgb[_key(span, by)], 1.0)
+        value = np.append(rgb[getattr(span, by)], 1.0)
         amount[span.engine, first] += value
         amount[span.engine, last] -= value
     running = np.cumsum(amount, axis=1)[:, :COLUMNS]

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from roll_lite.config.arithmetic import derive, device_numbers, group_size
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig
@@ -90,6 +91,12 @@ class Scenario:
                 time += weight
                 cached += weight * (model.prompt_tokens + tokens / 2)
         return max(1, min(self.limits.slots, int(most / (cached / time))))
+
+    def under(self, supply: Mapping[str, object]) -> Scenario:
+        """Return the scenario with another supply of rollouts. `oversample` is kept only with `supply: sync`."""
+        oversample = self.rollout.oversample if supply["supply"] == "sync" else 1.0
+        other = {"max_staleness": None, "on_sync": None, "oversample": oversample, **supply}
+        return replace(self, rollout=self.rollout.model_copy(update=other))
 
     @property
     def policy(self) -> str:

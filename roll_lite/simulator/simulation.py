@@ -267,10 +267,11 @@ class _Simulation:
                 prompt = transcript.prompt_length
                 # At best, the prompt is prefilled only once for all samples of a group.
                 work += self.scenario.rates.work(prompt, transcript.policy_tokens, self.slots, 1 if place else prompt)
-        self.outcome.failed += sum(domain.failed for domain in result.stats.domains.values())
-        self.outcome.lost += sum(domain.lost_groups for domain in result.stats.domains.values())
-        self.outcome.filtered += sum(sum(domain.filtered.values()) for domain in result.stats.domains.values())
-        self.outcome.behind_s += sum(domain.behind_s for domain in result.stats.domains.values())
+        for domain in result.stats.domains.values():
+            self.outcome.failed += domain.failed
+            self.outcome.lost += domain.lost_groups
+            self.outcome.filtered += sum(domain.filtered.values())
+            self.outcome.behind_s += domain.behind_s
         self.outcome.steps.append(
             Step(
                 end=self.clock(),

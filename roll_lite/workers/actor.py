@@ -11,7 +11,7 @@ import ray
 from roll_lite.algorithms.losses import row_mean
 from roll_lite.algorithms.token_metrics import SampleSums
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.data.columns_file import rows_file, write_columns
+from roll_lite.data.columns_file import write_rows
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import padded
 from roll_lite.data.proto import Column, DataProto
@@ -93,7 +93,7 @@ class ActorWorker(ModelWorker):
         return CreditReport(put_block(DataProto(columns)), sums, peaks, advantages, mismatch)
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
-        write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
+        write_rows(folder, self.strategy.layout.data_rank, shard.materialize())
 
     def save_adapters(self, folder: Path) -> list[str]:
         return [path.name for path in self.strategy.save_adapters(folder)]

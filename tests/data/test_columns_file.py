@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import torch
 
-from roll_lite.data.columns_file import write_columns
+from roll_lite.data.columns_file import as_table, write_rows, write_table
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
 
@@ -25,7 +25,7 @@ def test_a_batch_is_read_back_row_by_row(tmp_path: Path) -> None:
             "kept_ids": Ragged.from_rows([torch.tensor([[5, -1], [6, 7]]), torch.zeros(0, 2)], torch.int32),
         }
     )
-    write_columns(tmp_path / "deep" / "rows_0000.parquet", columns)
+    write_rows(tmp_path / "deep", 0, columns)
     table = pq.read_table(tmp_path / "deep" / "rows_0000.parquet")
     first, second = table.to_pylist()
     assert (first["sample"], first["domain"], first["truncated"]) == (3, "add", True)
@@ -39,7 +39,7 @@ def test_a_batch_is_read_back_row_by_row(tmp_path: Path) -> None:
 
 def test_rows_that_are_a_part_of_others_and_no_rows_at_all_are_written_too(tmp_path: Path) -> None:
     whole = DataProto({"sample": torch.arange(4), "input_ids": Ragged.from_rows([torch.tensor([n] * (n + 1)) for n in range(4)])})
-    write_columns(tmp_path / "part.parquet", whole.slice(2, 4))
+    write_table(tmp_path / "part.parquet", as_table(whole.slice(2, 4)))
     assert pq.read_table(tmp_path / "part.parquet")["input_ids"].to_pylist() == [[2, 2, 2], [3, 3, 3, 3]]
-    write_columns(tmp_path / "none.parquet", whole.slice(2, 2))
+    write_table(tmp_path / "none.parquet", as_table(whole.slice(2, 2)))
     assert pq.read_table(tmp_path / "none.parquet").num_rows == 0

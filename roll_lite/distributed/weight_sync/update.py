@@ -10,8 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from roll_lite.distributed.weight_sync.plan import ExportedTensor
-
-_SHOWN = 5
+from roll_lite.files import listed
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,7 +30,7 @@ class WeightUpdate:
     def require_complete(self) -> None:
         missing = [tensor.name for tensor in self.tensors if tensor.name not in self.arrived]
         if missing:
-            raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:_SHOWN])}")
+            raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:5])}")
 
     def dtypes(self) -> dict[str, str]:
         return {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors}
@@ -75,10 +74,7 @@ def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what}: {', '.join(names[:_SHOWN])}{rest}"]
+    return [f"{what}: {listed(names)}"] if names else []
 
 
 _CHUNK = 1 << 22

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from roll_lite.distributed.strategy.base import ValueInit
 from roll_lite.distributed.strategy.megatron.hf_mapping import VALUE_HEAD, Binding, Entry, join, ranks_of_a_group
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
+from roll_lite.files import listed
 from roll_lite.models.adapter_files import ADAPTER_WEIGHTS
 from roll_lite.models.hf_config import HfConfig
 from roll_lite.models.model_files import HEAD, head_beside_tied_embeddings, misfit, tensors_without_place, weight_shapes
@@ -65,7 +66,7 @@ def load_weights(
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
     if missing:
         hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if VALUE_HEAD.hf[0] in missing else ""
-        raise ValueError(f"{checkpoint.named} lacks {_listed(missing)}{hint}")
+        raise ValueError(f"{checkpoint.named} lacks {listed(missing)}{hint}")
     if message := tensors_without_place(checkpoint.names, hf, HEAD if value_init is None else VALUE_HEAD.hf[0]):
         raise ValueError(f"{checkpoint.named} {message}")
     first = cut_group(of_experts=False).rank() == 0
@@ -89,7 +90,7 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:
-            raise ValueError(f"{checkpoint.named} {what} {_listed(sorted(names))}, which do not go with actor_train.lora.targets")
+            raise ValueError(f"{checkpoint.named} {what} {listed(sorted(names))}, which do not go with actor_train.lora.targets")
     shapes = {binding.hf[0]: _whole_shape(binding) for binding in bindings}
     checkpoint.check(shapes, by="actor_train.lora.rank and the model")
     with torch.no_grad():
@@ -124,7 +125,3 @@ def _copy(binding: Binding, local: torch.Tensor) -> None:
         parameter = parameter[: local.shape[0]]
     assert parameter.shape == local.shape, f"{' + '.join(binding.hf)}: {tuple(local.shape)}, not {tuple(parameter.shape)}"
     parameter.copy_(local, non_blocking=True)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -156,7 +155,7 @@ class RollModel(GPTModel):
 def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
     """Scale RoPE frequencies like Llama 3.1. Megatron-Core itself would use only the factor."""
     if rope.llama3 is not None:
-        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **rope.llama3)
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
