@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from roll_lite.config.compose.layers import Composed
+from roll_lite.config.compose.layers import Composition
 from roll_lite.config.problems import Missing, Path
 
 TRAINING = tuple(
@@ -20,7 +20,7 @@ TRAINING = tuple(
 ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
 
-def without_training(composed: Composed) -> Composed:
+def without_training(composed: Composition) -> Composition:
     """Remove settings of training and, if some domains have held-out prompts, the domains without held-out prompts."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
@@ -42,5 +42,5 @@ def without_training(composed: Composed) -> Composed:
     if data.get("validation", {}) is None:
         del data["validation"]
     problems = [one for one in composed.problems if not (isinstance(one, Missing) and is_left_out(tuple(one.path.split("."))))]
-    broken = frozenset(path for path in composed.broken if not path or not is_left_out(path))
+    broken = {path for path in composed.broken if not path or not is_left_out(path)}
     return replace(composed, data=data, problems=problems, broken=broken)

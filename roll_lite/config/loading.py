@@ -9,7 +9,7 @@ from typing import Any
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.across import Check, check
 from roll_lite.config.checks.layout import model_folder
-from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
+from roll_lite.config.compose.layers import Composition, compose, find, searched, suggestion
 from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
@@ -110,7 +110,7 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
     return Problem("--config-name", f"no {name}.yaml in {searched(folder.absolute())}; {suggestion(name, folder)}", name)
 
 
-def _without_secrets(problem: Problem, composed: Composed) -> Problem:
+def _without_secrets(problem: Problem, composed: Composition) -> Problem:
     """Replace values of environment variables in a problem by the text in the file, such as `${oc.env:NAME}`."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
@@ -126,4 +126,4 @@ def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]
-    return problem if problem.source or not path else problem.at(origins[path])
+    return problem if problem.source or not path else replace(problem, source=origins[path])

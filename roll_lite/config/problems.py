@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from roll_lite.hub import config_notation
@@ -50,9 +50,6 @@ class Problem:
     message: str
     value: Any = NO_VALUE
     source: str = ""
-
-    def at(self, source: str) -> Problem:
-        return replace(self, source=source)
 
     def __str__(self) -> str:
         message = without_logins(self.message)

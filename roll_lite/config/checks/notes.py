@@ -11,7 +11,7 @@ import psutil
 from roll_lite.config.arithmetic import device_numbers, engine_offload, infer_dtype, model_parallel_size, roles
 from roll_lite.config.checks.gpu_only import gpu_notes
 from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes
-from roll_lite.config.checks.lora import engine_notes, reference_notes
+from roll_lite.config.checks.lora import reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.schema.base import Refused
@@ -141,7 +141,6 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         staleness_notes,
         batch_notes,
         reference_notes,
-        engine_notes,
         plain_secrets,
         hub_notes,
         *further,

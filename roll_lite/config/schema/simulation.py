@@ -4,9 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, rule
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, ZeroToOne, rule
 
 
 class SimulatedEngineConfig(Section):
@@ -49,7 +47,7 @@ class SimulatedTrainerConfig(Section):
     """Fixed seconds per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
     """Prompt and response tokens per second and device, for log-probs and training together."""
-    log_probs: Share = 0.25
+    log_probs: ZeroToOne = 0.25
     """Share of the trainer's time for log-probs and values, which `rollout.stream_log_probs` overlaps with generation."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
@@ -82,19 +80,13 @@ class SimulatedResponsesConfig(Section):
     """99th percentile of answer times; null: all take the median."""
     environment_tokens: PositiveInt = 32
     """Tokens that the environment adds after a response."""
-    all_right: Share = 0.1
+    all_right: ZeroToOne = 0.1
     """Share of prompts that are always solved."""
-    all_wrong: Share = 0.1
+    all_wrong: ZeroToOne = 0.1
     """Share of prompts that are never solved. Success rates of the remaining prompts are spread evenly from 0 to 1."""
 
     @rule
     def _lengths(self) -> Mistakes:
-        if self.median is not None and self.p99 is not None and self.p99 < self.median:
-            yield "p99", f"is less than the median, {self.median:g}"
-        if self.turns_p99 is not None and self.turns_p99 < self.turns:
-            yield "turns_p99", f"is less than turns, {self.turns:g}"
-        if self.environment_p99_s is not None and not 0 < self.environment_s <= self.environment_p99_s:
-            yield "environment_p99_s", f"is no 99th percentile above environment_s, {self.environment_s:g}"
         if self.quantiles is not None and self.quantiles != sorted(self.quantiles):
             yield "quantiles", "go from the shortest to the longest"
         for key in ("median", "p99"):
@@ -102,11 +94,14 @@ class SimulatedResponsesConfig(Section):
                 yield key, "the quantiles say how long responses are"
 
     @rule
-    def _scoring_times(self) -> Mistakes:
-        if self.reward_p99_s is not None and self.reward_p99_s < self.reward_s:
-            yield "reward_p99_s", f"is less than the median, {self.reward_s:g}"
-        if self.reward_p99_s is not None and self.reward_s == 0:
-            yield "reward_s", "a median of 0 leaves no room for longer times; use a positive one"
+    def _percentiles(self) -> Mistakes:
+        medians = {"p99": "median", "turns_p99": "turns", "reward_p99_s": "reward_s", "environment_p99_s": "environment_s"}
+        for key, name in medians.items():
+            high, median = getattr(self, key), getattr(self, name)
+            if high is not None and median == 0:
+                yield name, "a median of 0 leaves no room for longer times; use a positive one"
+            elif high is not None and median is not None and high < median:
+                yield key, f"is less than the median, {median:g}"
 
     @rule
     def _solved(self) -> Mistakes:
@@ -119,11 +114,11 @@ class SimulationConfig(Section):
 
     steps: Annotated[PositiveInt, Field(ge=2)] = 16
     """Training steps to simulate."""
-    engine: SimulatedEngineConfig = Field(default_factory=SimulatedEngineConfig)
+    engine: SimulatedEngineConfig = SimulatedEngineConfig()
     """Speed of engines."""
-    trainer: SimulatedTrainerConfig = Field(default_factory=SimulatedTrainerConfig)
+    trainer: SimulatedTrainerConfig = SimulatedTrainerConfig()
     """Speed of the trainer and of weight updates."""
-    responses: SimulatedResponsesConfig = Field(default_factory=SimulatedResponsesConfig)
+    responses: SimulatedResponsesConfig = SimulatedResponsesConfig()
     """Responses of domains not listed in `domains`."""
     domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
     """Responses by domain."""
