@@ -6,16 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from roll_lite.config.compose.layers import Composition
-from roll_lite.config.problems import Missing, Path
+from roll_lite.config.problems import Missing, Path, covers, dotted
 
-TRAINING = tuple(
-    tuple(path.split("."))
-    for path in (
-        *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
-        *("simulation", "validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
-        *("domains.*.data.train", "domains.*.data.weight", "domains.*.data.epochs"),
-        *("domains.*.data.filter.difficulty", "domains.*.data.filter.difficulty_range"),
-    )
+TRAINING = (
+    *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
+    *("simulation", "validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
+    *(f"domains.*.data.{name}" for name in ("train", "weight", "epochs", "filter.difficulty", "filter.difficulty_range")),
 )
 ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
@@ -31,7 +27,7 @@ def without_training(composed: Composition) -> Composition:
         of_rollout, of_domain = (path[0] == section and len(path) > 1 for section in ("rollout", "domains"))
         if (of_rollout and path[1] not in ROLLOUT) or (of_domain and held_out and path[1] in sections and path[1] not in held_out):
             return True
-        return any(all(part in ("*", key) for part, key in zip(one, path, strict=False)) for one in TRAINING if len(one) <= len(path))
+        return covers(TRAINING, dotted(path))
 
     def kept(data: Any, path: Path = ()) -> Any:
         if not isinstance(data, dict):

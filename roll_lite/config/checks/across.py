@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from roll_lite.config.arithmetic import (
+    TRAINING_ROLES,
     Role,
     group_size,
     held_out_path,
@@ -62,7 +63,7 @@ def _sections(config: RunConfig) -> Iterator[tuple[str, Any, Sequence[SectionChe
     for sections, checks in SECTION_CHECKS.items():
         for name, section in valid.get(sections, {}).items():
             yield f"{sections}.{name}", section, checks
-    for name in ("actor_train", "actor_infer", "reference", "critic"):
+    for name in ("actor_infer", *TRAINING_ROLES):
         if (role := valid.get(name)) is not None:
             yield name, role, (*ROLE_CHECKS, _decay)
 

@@ -202,7 +202,7 @@ def unreadable_weights(config: RunConfig) -> str | None:
     strategy, shape = config.actor_infer.strategy, known_shape(config.model.path)
     if config.mode == "rollout_only":
         return "in mode: rollout_only nothing trains, and no weights are sent that could be compared"
-    if getattr(strategy, "quantization", "none") == "fp8" and adapters_of_engines(config) is None:
+    if strategy.quantization == "fp8" and adapters_of_engines(config) is None:
         return "an engine in fp8 does not hold the trainer's weights bit for bit"
     if shape is not None and shape.experts is not None and (gpus_visible() or runs_on_cluster(config)):
         return "what an engine's kernels make of experts on a GPU is not read back"
