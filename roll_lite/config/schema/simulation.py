@@ -87,6 +87,12 @@ class SimulatedResponsesConfig(Section):
 
     @rule
     def _lengths(self) -> Mistakes:
+        if self.median is not None and self.p99 is not None and self.p99 < self.median:
+            yield "p99", f"is less than the median, {self.median:g}"
+        if self.turns_p99 is not None and self.turns_p99 < self.turns:
+            yield "turns_p99", f"is less than turns, {self.turns:g}"
+        if self.environment_p99_s is not None and not 0 < self.environment_s <= self.environment_p99_s:
+            yield "environment_p99_s", f"is no 99th percentile above environment_s, {self.environment_s:g}"
         if self.quantiles is not None and self.quantiles != sorted(self.quantiles):
             yield "quantiles", "go from the shortest to the longest"
         for key in ("median", "p99"):
@@ -94,14 +100,11 @@ class SimulatedResponsesConfig(Section):
                 yield key, "the quantiles say how long responses are"
 
     @rule
-    def _percentiles(self) -> Mistakes:
-        medians = {"p99": "median", "turns_p99": "turns", "reward_p99_s": "reward_s", "environment_p99_s": "environment_s"}
-        for key, name in medians.items():
-            high, median = getattr(self, key), getattr(self, name)
-            if high is not None and median == 0:
-                yield name, "a median of 0 leaves no room for longer times; use a positive one"
-            elif high is not None and median is not None and high < median:
-                yield key, f"is less than the median, {median:g}"
+    def _scoring_times(self) -> Mistakes:
+        if self.reward_p99_s is not None and self.reward_p99_s < self.reward_s:
+            yield "reward_p99_s", f"is less than the median, {self.reward_s:g}"
+        if self.reward_p99_s is not None and self.reward_s == 0:
+            yield "reward_s", "a median of 0 leaves no room for longer times; use a positive one"
 
     @rule
     def _solved(self) -> Mistakes:
