@@ -171,7 +171,7 @@ def test_every_file_that_the_page_names_exists() -> None:
 
 def test_every_strategy_of_the_configuration_is_registered() -> None:
     """Those of models by name; engines are matched by type."""
-    names = {one.model_fields["name"].default for one in get_args(get_args(RewardModelStrategyConfig)[0])}
+    names = {one.model_fields["name"].default for one in get_args(RewardModelStrategyConfig)}
     assert names == STRATEGIES.keys() >= {TrainStrategyConfig.model_fields["name"].default}
 
 

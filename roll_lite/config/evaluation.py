@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from roll_lite.config.compose.layers import Composed
-from roll_lite.config.problems import Missing, Path
+from roll_lite.config.compose.layers import Composition
+from roll_lite.config.problems import Missing, Path, covers, dotted
 
-TRAINING = tuple(
-    tuple(path.split("."))
-    for path in (
-        *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
-        *("simulation", "validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
-        *("domains.*.data.train", "domains.*.data.weight", "domains.*.data.epochs"),
-        *("domains.*.data.filter.difficulty", "domains.*.data.filter.difficulty_range"),
-    )
+TRAINING = (
+    *("steps", "actor_train", "reference", "critic", "replay", "algorithm", "batches", "checkpoint", "weight_sync", "profile"),
+    *("simulation", "validation.enabled", "domains.*.share", "domains.*.min_prompts", "domains.*.samples_per_prompt"),
+    *(f"domains.*.data.{name}" for name in ("train", "weight", "epochs", "filter.difficulty", "filter.difficulty_range")),
 )
 ROLLOUT = ("request_timeout_s", "retries", "restarts", "max_tokens_per_engine")
 
 
-def without_training(composed: Composed) -> Composed:
+def without_training(composed: Composition) -> Composition:
     """Remove settings of training and, if some domains have held-out prompts, the domains without held-out prompts."""
     domains = composed.data.get("domains")
     domains = domains if isinstance(domains, dict) else {}
@@ -31,7 +27,7 @@ def without_training(composed: Composed) -> Composed:
         of_rollout, of_domain = (path[0] == section and len(path) > 1 for section in ("rollout", "domains"))
         if (of_rollout and path[1] not in ROLLOUT) or (of_domain and held_out and path[1] in sections and path[1] not in held_out):
             return True
-        return any(all(part in ("*", key) for part, key in zip(one, path, strict=False)) for one in TRAINING if len(one) <= len(path))
+        return covers(TRAINING, dotted(path))
 
     def kept(data: Any, path: Path = ()) -> Any:
         if not isinstance(data, dict):
@@ -42,5 +38,5 @@ def without_training(composed: Composed) -> Composed:
     if data.get("validation", {}) is None:
         del data["validation"]
     problems = [one for one in composed.problems if not (isinstance(one, Missing) and is_left_out(tuple(one.path.split("."))))]
-    broken = frozenset(path for path in composed.broken if not path or not is_left_out(path))
+    broken = {path for path in composed.broken if not path or not is_left_out(path)}
     return replace(composed, data=data, problems=problems, broken=broken)

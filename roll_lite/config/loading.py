@@ -9,13 +9,13 @@ from typing import Any
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks.across import Check, check
 from roll_lite.config.checks.layout import model_folder
-from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
+from roll_lite.config.compose.layers import Composition, compose, find, searched, suggestion
 from roll_lite.config.evaluation import without_training
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
-from roll_lite.config.schema.base import LATEST, readable
+from roll_lite.config.schema.base import LATEST
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.validation import validate
+from roll_lite.config.validation import validate, value_at
 from roll_lite.files import absolute_path, is_file, is_folder, listing
 from roll_lite.hub import fetch, lacks_weights, online
 
@@ -54,21 +54,19 @@ def load_config(
     with online(tell) if files else nullcontext():
         valid, refused = validate(composed.data, composed.broken)
     config, unplaceable = placed(valid)
-    moving = readable(_links_of_resumed_run(config, composed.data))
+    moving = () if value_at(config, "checkpoint.resume") in (None, NO_VALUE) else _through_latest(composed.data)
     problems = [*composed.problems, *refused, *moving, *unplaceable, *check(config, further=further, files=files)]
-    if weights and not problems and _fetch_weights(config, tell):
-        problems = check(config, files=files)
+    if weights and not problems:
+        missing = [folder for role in roles(config).values() if lacks_weights(folder := model_folder(config, role))]
+        for folder in missing:
+            fetch(folder, tell)
+        problems = check(config, files=files) if missing else []
     problems = [_with_source(problem, composed.origins) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), config)
     config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
     return config
-
-
-def _links_of_resumed_run(config: RunConfig, data: Any) -> Iterator[Problem]:
-    if config.checkpoint.resume is not None:
-        yield from _through_latest(data)
 
 
 def _through_latest(data: Any, path: Path = ()) -> Iterator[Problem]:
@@ -87,13 +85,6 @@ def _through_latest(data: Any, path: Path = ()) -> Iterator[Problem]:
                 yield Problem(dotted(path), message, data)
 
 
-def _fetch_weights(config: RunConfig, tell: Callable[[str], object]) -> bool:
-    missing = [folder for role in roles(config).values() if lacks_weights(folder := model_folder(config, role))]
-    for folder in missing:
-        fetch(folder, tell)
-    return bool(missing)
-
-
 def _no_such_config(name: str, folder: FilePath) -> Problem | None:
     try:
         if not is_folder(folder):
@@ -110,7 +101,7 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
     return Problem("--config-name", f"no {name}.yaml in {searched(folder.absolute())}; {suggestion(name, folder)}", name)
 
 
-def _without_secrets(problem: Problem, composed: Composed) -> Problem:
+def _without_secrets(problem: Problem, composed: Composition) -> Problem:
     """Replace values of environment variables in a problem by the text in the file, such as `${oc.env:NAME}`."""
     for path, (text, secret) in composed.secrets.items():
         if problem.value is not NO_VALUE and problem.path == dotted(path):
@@ -126,4 +117,4 @@ def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:
     path: Path = tuple(problem.path.split("."))
     while path and path not in origins:
         path = path[:-1]
-    return problem if problem.source or not path else problem.at(origins[path])
+    return problem if problem.source or not path else replace(problem, source=origins[path])

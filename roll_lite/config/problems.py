@@ -4,7 +4,8 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 from roll_lite.hub import config_notation
@@ -51,9 +52,6 @@ class Problem:
     value: Any = NO_VALUE
     source: str = ""
 
-    def at(self, source: str) -> Problem:
-        return replace(self, source=source)
-
     def __str__(self) -> str:
         message = without_logins(self.message)
         if is_secret(self.path) and isinstance(self.value, str) and not _tells_nothing(self.value):
@@ -84,6 +82,12 @@ class ConfigError(ValueError):
 
 def dotted(path: Path) -> str:
     return ".".join(path)
+
+
+def covers(entries: Iterable[str], path: str) -> bool:
+    """True if an entry names the setting, or a section that holds it; `*` matches any name."""
+    given = path.split(".")
+    return any(len(entry.split(".")) <= len(given) and all(map(fnmatch, given, entry.split("."))) for entry in entries)
 
 
 def is_secret(path: str) -> bool:

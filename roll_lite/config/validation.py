@@ -7,7 +7,7 @@ whole object.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import NoneType, UnionType
@@ -40,11 +40,11 @@ class _Invalid:
 _INVALID = _Invalid()
 
 
-def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> tuple[RunConfig, list[Problem]]:
+def validate(data: dict[str, Any], broken: Collection[Path] = ()) -> tuple[RunConfig, list[Problem]]:
     return section_from(RunConfig, data, (), broken)
 
 
-def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozenset[Path] = frozenset()) -> tuple[S, list[Problem]]:
+def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: Collection[Path] = ()) -> tuple[S, list[Problem]]:
     """Return the section's valid part and all problems. `broken`: paths with known problems, which are skipped."""
     walker = _Walker(broken)
     section = walker.section(cls, data, path)
@@ -54,7 +54,7 @@ def section_from(cls: type[S], data: dict[str, Any], path: Path, broken: frozens
 
 @dataclass
 class _Walker:
-    broken: frozenset[Path]
+    broken: Collection[Path]
     problems: list[Problem] = field(default_factory=list)
     entries: dict[Path, list[str]] = field(default_factory=dict)
 

@@ -56,9 +56,10 @@ class BatchFiles:
             return
         start.mkdir()
         resumed = self._config.checkpoint.source
-        described: dict[str, Any] = {"resumed_from": None if resumed is None else str(resumed), "models": {}}
-        for role, path in _models_of(self._config).items():
-            described["models"][role] = self._keep(path.resolve(), start / role)
+        described: dict[str, Any] = {"resumed_from": None if resumed is None else str(resumed)}
+        model, critic = self._config.model.path, self._config.critic
+        paths = {"actor_train": model, **({} if critic is None else {"critic": critic.path or model})}
+        described["models"] = {role: self._keep(path.resolve(), start / role) for role, path in paths.items()}
         write_json(start / "models.json", described)
         if self._config.actor_train.lora is not None:
             with models.actor.loaded(states(Phase.FINAL_MODEL)):
@@ -121,17 +122,13 @@ def batches_are_written(config: RunConfig) -> bool:
     if not trains(config):
         return False
     if config.batches.write == "auto":
-        return most_tokens(config) <= SMALL_STEP_TOKENS and not without_formula(config)
+        samples = config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values())
+        return samples * longest_sequence(config) <= SMALL_STEP_TOKENS and not without_formula(config)
     return config.batches.write == "always"
 
 
 def _supervised_columns(rows: DataProto) -> DataProto:
     return rows.select(["sample", "input_ids", "response_mask", "ptx_weight"])
-
-
-def _models_of(config: RunConfig) -> dict[str, Path]:
-    critic = {} if config.critic is None else {"critic": config.critic.path or config.model.path}
-    return {"actor_train": config.model.path, **critic}
 
 
 @cache
@@ -154,9 +151,3 @@ def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
 def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
     losses = [skipped.row_losses.get(sample) for sample in table["sample"].to_pylist()]
     return table.append_column("loss", pa.array(losses, pa.float64()))
-
-
-def most_tokens(config: RunConfig) -> int:
-    return (
-        config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
-    )

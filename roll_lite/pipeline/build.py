@@ -279,25 +279,20 @@ class Starter:
 
     def rollouts(self) -> Cluster[RolloutWorker]:
         config = self.config
-        dumps = self.dumps() if config.rollout.dump or config.mode == "rollout_only" else None
-        service = RolloutSpec(config, self.folder.resolve() / "samples", dumps, self.nodes_for_rewards())
+        folder, dumps = self.folder.resolve(), None
+        if config.rollout.dump or config.mode == "rollout_only":
+            dumps = DumpSpec(folder / FOLDER, config.model_dump(mode="json"), tokenizer_checksum(config.model.path))
+        # Rewards run on the driver's and the trainers' nodes: on an engine's node, they would be lost with the node.
+        trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
+        nodes = {ray.get_runtime_context().get_node_id()}.union(*trainers)
+        service = RolloutSpec(config, folder / "samples", dumps, tuple(sorted(nodes)))
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 
-    def nodes_for_rewards(self) -> tuple[str, ...]:
-        """Return ids of the driver's and the trainers' nodes: on an engine's node, reward workers would be lost with the node."""
-        trainers = (self.placement.nodes_by_role().get(role, set()) for role in TRAINING_ROLES)
-        return tuple(sorted({ray.get_runtime_context().get_node_id()}.union(*trainers)))
-
-    def dumps(self) -> DumpSpec:
-        config = self.config
-        return DumpSpec(self.folder.resolve() / FOLDER, config.model_dump(mode="json"), tokenizer_checksum(config.model.path))
-
     def reward_models(self) -> dict[str, Cluster[RewardModelWorker]]:
-        config = self.config
         clusters = {}
-        for name, model in config.reward_models.items():
+        for name, model in self.config.reward_models.items():
             role = f"reward_models.{name}"
-            spec = RewardModelSpec(name, model, derived_seed(config.seed, role), config.deterministic)
+            spec = RewardModelSpec(name, model, derived_seed(self.config.seed, role), self.config.deterministic)
             clusters[name] = start_cluster(self.spec(role, self.placement.slots(role), model.threads), RewardModelWorker, spec)
         return clusters
 

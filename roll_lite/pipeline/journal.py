@@ -90,12 +90,12 @@ class Journal:
         self.timers = StepTimers()
         self.history = HistoryTracker()
         self.ledger = Ledger(config, folder)
-        self.console = RunConsole(list(config.domains), config.steps)
-        self.health = RunHealth(compares_groups(config), list(config.domains))
+        self._domains = list(config.domains)
+        self.console = RunConsole(self._domains, config.steps)
+        self.health = RunHealth(compares_groups(config), self._domains)
         self._config = config
         self._trackers = Trackers([self.history])
         self._sums = MetricSums()
-        self._domains = list(config.domains)
         self._first = self._steps = 0
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
         self._lost_engines: set[int] = set()
@@ -169,16 +169,17 @@ class Journal:
             lines.write(json.dumps({"spans": rows, "step": step}, separators=(",", ":")) + "\n")
 
     def synced(self, transfer: Pushed | None) -> None:
+        add = self._sums.add
         if transfer is not None:
-            self._sums.add("sync/version", transfer.version)
-            self._sums.add("sync/megabytes", transfer.megabytes)
-            self._sums.add("sync/megabytes_per_second", transfer.megabytes / transfer.seconds)
+            add("sync/version", transfer.version)
+            add("sync/megabytes", transfer.megabytes)
+            add("sync/megabytes_per_second", transfer.megabytes / transfer.seconds)
             for phase, seconds in transfer.phases.items():
-                self._sums.add("sync/seconds", seconds, label=phase)
+                add("sync/seconds", seconds, label=phase)
             for name, megabytes in transfer.by_transport.items():
-                self._sums.add("sync/transport_megabytes", megabytes, label=name)
+                add("sync/transport_megabytes", megabytes, label=name)
             for name, seconds in transfer.transport_seconds.items():
-                self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
+                add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def processes(self) -> None:
         try:
@@ -212,28 +213,23 @@ class Journal:
         for number in [number for number in causes if number not in self._lost_engines]:
             self._lost_engines.add(number)
             self._moves["lost"] += 1
-            left = engines - len(self._lost_engines)
-            where = WATCH.where("actor_infer", number)
-            self.console.message(
-                f"actor_infer[{number}]{where} is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left"
-            )
+            left = f"{engines - len(self._lost_engines)} of {engines} engines are left"
+            self.console.message(f"{_engine(number)} is lost: {causes[number].splitlines()[0]}; {left}")
 
     def engine_restarted(self, number: int, seconds: float, version: int | None) -> None:
         self._lost_engines.discard(number)
         self._moves["returned"] += 1
         weights = "" if version is None else f", with the weights of version {version}"
-        where = WATCH.where("actor_infer", number)
-        self.console.message(f"actor_infer[{number}]{where} serves again, {seconds:.0f} s after its loss{weights}")
+        self.console.message(f"{_engine(number)} serves again, {seconds:.0f} s after its loss{weights}")
 
     def engine_joined(self, number: int, engines: int, version: int | None) -> None:
         self._moves["joined"] += 1
         weights = "" if version is None else f" with the weights of version {version}"
-        self.console.message(f"actor_infer[{number}]{WATCH.where('actor_infer', number)} joins{weights}; {engines} engines now")
+        self.console.message(f"{_engine(number)} joins{weights}; {engines} engines now")
 
     def engine_left(self, number: int, engines: int) -> None:
         self._moves["left"] += 1
-        where = WATCH.where("actor_infer", number)
-        self.console.message(f"actor_infer[{number}]{where} leaves, since its node is drained; {engines} engines now")
+        self.console.message(f"{_engine(number)} leaves, since its node is drained; {engines} engines now")
 
     def rank_lost(self, failure: RankFailed, since: int, reached: int, repeats: str, in_memory: bool) -> None:
         """Report a lost rank. Its role restarts from step `since`; records after `reached`, the last complete step, are removed. `repeats`:
@@ -344,19 +340,19 @@ class Journal:
     def shaped(self, rows: DataProto, masked: Masked) -> None:
         self._shaped = rows
         self.ledger.masked(self._current, rows, masked)
-        numbers = rows.tensor("domain_number")
+        add, numbers = self._sums.add, rows.tensor("domain_number")
         for number, name in enumerate(self._domains):
             own = numbers == number
             count = int(own.sum())
             if count:
-                self._sums.add("reward/shaped", float(rows.tensor("reward")[own].double().sum()), count, label=name)
-                self._sums.add("masks/weight", float(masked.weights[own].double().sum()), count, label=name)
-                self._sums.add("masks/samples", float((masked.weights[own] == 0).sum()), count, label=name)
+                add("reward/shaped", float(rows.tensor("reward")[own].double().sum()), count, label=name)
+                add("masks/weight", float(masked.weights[own].double().sum()), count, label=name)
+                add("masks/samples", float((masked.weights[own] == 0).sum()), count, label=name)
                 for cause, samples in masked.causes.items():
-                    self._sums.add(f"masks/{cause}", float(samples[own].sum()), count, label=name)
+                    add(f"masks/{cause}", float(samples[own].sum()), count, label=name)
                 different = np.unique(np.stack([rows.tensor("group")[own].double(), rows.tensor("reward")[own].double()]), axis=1)
                 _, rewards = np.unique(different[0], return_counts=True)
-                self._sums.add("reward/flat_groups", int((rewards == 1).sum()), len(rewards), label=name)
+                add("reward/flat_groups", int((rewards == 1).sum()), len(rewards), label=name)
 
     def early(self, samples: int) -> None:
         self._sums.add("rollout/early_samples", samples)
@@ -417,18 +413,17 @@ class Journal:
         )
 
     def worked(self, by_role: Mapping[str, Sequence[RankWork]]) -> None:
-        self._work = by_role
+        self._work, add = by_role, self._sums.add
         for role, ranks in by_role.items():
             for phase in dict.fromkeys(phase for rank in ranks for phase in rank):
                 done = [rank[phase] for rank in ranks if phase in rank]
                 for one in done:
-                    self._sums.add("ranks/slowest_seconds", one.seconds, label=f"{role}/{phase}")
-                    self._sums.add("ranks/fastest_seconds", one.seconds, label=f"{role}/{phase}")
-                for one in done:
+                    add("ranks/slowest_seconds", one.seconds, label=f"{role}/{phase}")
+                    add("ranks/fastest_seconds", one.seconds, label=f"{role}/{phase}")
                     for kind, size in one.memory.items():
-                        self._sums.add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
+                        add(f"memory/{kind}_megabytes", size / 1e6, label=f"{role}/{phase}")
                     for kind, size in one.moved.items():
-                        self._sums.add(f"offload/{kind}_megabytes", size / 1e6, label=role)
+                        add(f"offload/{kind}_megabytes", size / 1e6, label=role)
                 if phase == "log_probs":
                     self._speed("log_probs", role, done)
                 elif phase == "train":
@@ -572,6 +567,10 @@ class Journal:
             self._config.experiment,
             [one.sign for one in self.health.findings.values()],
         )
+
+
+def _engine(number: int) -> str:
+    return f"actor_infer[{number}]{WATCH.where('actor_infer', number)}"
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:

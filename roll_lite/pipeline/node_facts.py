@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def look_at(nodes: Sequence[str], run_folder: Path) -> dict[str, NodeFacts]:
     finally:
         for scout in scouts:
             ray.kill(scout)
-    return {node: NodeFacts(**{**vars(own), "clock_s": clock}) for node, own, clock in zip(nodes, found, clocks, strict=True)}
+    return {node: replace(own, clock_s=clock) for node, own, clock in zip(nodes, found, clocks, strict=True)}
 
 
 def _clock_of(scout: ray.actor.ActorHandle) -> float:

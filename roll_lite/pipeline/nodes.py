@@ -161,14 +161,8 @@ def _imported_from(name: str) -> Path | None:
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
     """Return {kind of files that only ranks can write and the driver needs: setting that turns it off}."""
-    return {
-        what: setting
-        for what, setting, is_written in (
-            ("checkpoints", "checkpoint.every=0", config.checkpoint.every > 0 and config.checkpoint.store is None),
-            ("the new reference", "reference.refresh=null", follows_actor(config.reference)),
-        )
-        if is_written
-    }
+    checkpoints = {"checkpoints": "checkpoint.every=0"} if config.checkpoint.every > 0 and config.checkpoint.store is None else {}
+    return checkpoints | ({"the new reference": "reference.refresh=null"} if follows_actor(config.reference) else {})
 
 
 def require_same(drivers: View, versions: Mapping[str, str], driver: str) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
-from roll_lite.config.problems import show
+from roll_lite.config.problems import covers, show
 
 NOT_COMPARED = ("experiment", "run_dir", "checkpoint.resume", "simulation")
 MOST_CHANGES = 12
 ABSENT = "absent"
 
 FIXED = ("mode", "seed", "actor_train.lora.rank", "actor_train.lora.alpha", "actor_train.lora.targets")
-"""Settings that may not change. In this and later tuples, an entry covers all settings below it; `*` matches any name."""
+"""Settings that may not change (entries as in `covers`)."""
 
 OF_SAMPLES = ("model", "domains", "rollout", "actor_infer", "reward_models", "judges")
 """Sections that affect how samples are generated and scored."""
@@ -40,12 +39,12 @@ class Change:
 
     @property
     def is_fixed(self) -> bool:
-        return _is_in(FIXED, self.path) or any(entry.startswith(f"{self.path}.") for entry in FIXED)  # a section added or removed
+        return covers(FIXED, self.path) or any(entry.startswith(f"{self.path}.") for entry in FIXED)  # a section added or removed
 
     @property
     def is_harmless(self) -> bool:
         """True if samples in flight may continue."""
-        return self.path.split(".")[0] not in OF_SAMPLES or (_is_in(HARMLESS, self.path) and not _is_in(OF_ENGINES, self.path))
+        return self.path.split(".")[0] not in OF_SAMPLES or (covers(HARMLESS, self.path) and not covers(OF_ENGINES, self.path))
 
     def __str__(self) -> str:
         before, now = (ABSENT if value == ABSENT else show(value, self.path) for value in (self.before, self.now))
@@ -82,12 +81,3 @@ def described(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return "every setting is as it was"
     more = [f"and {len(found) - MOST_CHANGES} more"] if len(found) > MOST_CHANGES else []
     return "\n  ".join(["these settings differ from the checkpoint's (roll-lite docs checkpoints):", *found[:MOST_CHANGES], *more])
-
-
-def _is_in(table: tuple[str, ...], path: str) -> bool:
-    return any(_covers(entry, path) for entry in table)
-
-
-def _covers(entry: str, path: str) -> bool:
-    wanted, given = entry.split("."), path.split(".")
-    return len(wanted) <= len(given) and all(fnmatch(name, pattern) for name, pattern in zip(given, wanted, strict=False))

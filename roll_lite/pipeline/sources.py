@@ -299,18 +299,12 @@ class ReplayedRollouts(BatchSource):
         return self.reader.one(ReplayWorker.next_batch, step)
 
 
-@dataclass(frozen=True)
-class RunningValidation:
-    step: int
-    answers: Pending[HeldOut]
-
-
 class Validations:
     def __init__(self, config: RunConfig, source: BatchSource, journal: Journal) -> None:
         self._config = config
         self._source = source
         self._journal = journal
-        self._running: RunningValidation | None = None
+        self._running: Pending[HeldOut] | None = None
         self.step: int | None = None
         """Step of the running validation or, if none runs, of the last one."""
 
@@ -319,7 +313,7 @@ class Validations:
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
-        self._running = RunningValidation(step, self._source.start_validation(config.validation.samples_per_prompt, sampling, step))
+        self._running = self._source.start_validation(config.validation.samples_per_prompt, sampling, step)
         self.step = step
         self.wait(version)
 
@@ -330,15 +324,16 @@ class Validations:
 
     def forget(self) -> int | None:
         """Abandon the running validation; return its step, or None."""
-        running, self._running, self.step = self._running, None, None
-        return None if running is None else running.step
+        step = None if self._running is None else self.step
+        self._running = self.step = None
+        return step
 
     def finish_if_complete(self, version: int) -> None:
-        if self._running is not None and self._running.answers.answer() is not None:
+        if self._running is not None and self._running.answer() is not None:
             self.finish(version)
 
     def finish(self, version: int) -> None:
-        if (running := self._running) is not None:
-            held_out = self._source.finish_validation(running.answers, version)
+        if self._running is not None and self.step is not None:
+            held_out = self._source.finish_validation(self._running, version)
             self._running = None
-            self._journal.validation(running.step, *held_out)
+            self._journal.validation(self.step, *held_out)

@@ -80,8 +80,7 @@ def test_a_run_goes_on_without_an_engine_that_is_lost(begun: Any, make: Make, ho
 @pytest.mark.parametrize("make", ["vllm", "sglang"])
 def test_a_run_whose_engines_get_adapters_alone_goes_on(begun: Any, make: Make) -> None:
     run = begun(make, f"steps={STEPS}", "actor_train.lora={rank: 4, engines: adapter}", "actor_train.optimizer.lr=1e-3")
-    output = goes_on(run, "kill", of_engine=make == "sglang")
-    assert "engines get the adapters alone: 0.1 MB in every update instead of 2 MB" in output
+    goes_on(run, "kill", of_engine=make == "sglang")
     assert max(record["sync/megabytes"] for record in run.metrics() if "time/step" in record) < 0.2
 
 

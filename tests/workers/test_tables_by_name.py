@@ -12,7 +12,7 @@ from roll_lite.algorithms.losses import POLICY_LOSSES
 from roll_lite.config.schema.losses import AdvantageConfig, CustomLossConfig, PolicyLossConfig
 from roll_lite.workers.credit import ESTIMATORS
 
-ADVANTAGES, LOSSES = (get_args(get_args(union)[0]) for union in (AdvantageConfig, PolicyLossConfig))
+ADVANTAGES, LOSSES = map(get_args, (AdvantageConfig, PolicyLossConfig))
 
 
 def keywords(function: Callable[..., Any]) -> set[str]:

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from roll_lite.config.arithmetic import (
+    TRAINING_ROLES,
+    Role,
     group_size,
     held_out_path,
     held_out_sampling,
@@ -28,7 +30,7 @@ from roll_lite.config.checks.secrets import addresses_without_secrets
 from roll_lite.config.problems import Mistake, Problem, close_names, did_you_mean
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.domains import DomainConfig
-from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig
+from roll_lite.config.schema.models import TrainRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import value_at
 
@@ -49,26 +51,21 @@ def check(config: RunConfig, *, further: Sequence[Check] = (), files: bool = Tru
     found: list[Mistake] = []
     for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *of_files, *further):
         found += readable(one(config))
-    for sections, checks in SECTION_CHECKS.items():
-        found += readable(_each(config, sections, [one for one in checks if files or one not in SCORING_FILE_CHECKS]))
-    for name in ("actor_train", "actor_infer", "reference", "critic"):
-        found += readable(_role(config, name))
+    for path, section, checks in _sections(config):
+        for each in checks:
+            found += readable(each(config, path, section)) if files or each not in SCORING_FILE_CHECKS else ()
     return [one if isinstance(one, Problem) else Problem(*one, value_at(config, one[0])) for one in found]
 
 
-def _each(config: RunConfig, sections: str, checks: Sequence[SectionCheck]) -> Iterator[Mistake]:
-    for name, section in getattr(config, sections).items():
-        for one in checks:
-            yield from readable(one(config, f"{sections}.{name}", section))
-
-
-def _role(config: RunConfig, name: str) -> Iterator[Mistake]:
-    role: ForwardRoleConfig | InferRoleConfig | None = getattr(config, name)
-    if role is not None:
-        for one in ROLE_CHECKS:
-            yield from readable(one(config, name, role))
-        if hasattr(role, "optimizer") and trains(config):
-            yield from readable(_decay(f"{name}.optimizer", role.optimizer, updates(config, name)))
+def _sections(config: RunConfig) -> Iterator[tuple[str, Any, Sequence[SectionCheck]]]:
+    """Yield (path, section, its checks), without invalid sections."""
+    valid = vars(config)
+    for sections, checks in SECTION_CHECKS.items():
+        for name, section in valid.get(sections, {}).items():
+            yield f"{sections}.{name}", section, checks
+    for name in ("actor_infer", *TRAINING_ROLES):
+        if (role := valid.get(name)) is not None:
+            yield name, role, (*ROLE_CHECKS, _decay)
 
 
 # ---------------------------------------------------------------- the whole run
@@ -220,10 +217,13 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
 }
 
 
-# ---------------------------------------------------------------- one optimizer
+# ---------------------------------------------------------------- one role
 
 
-def _decay(path: str, optimizer: OptimizerConfig, total: int) -> Mistakes:
+def _decay(config: RunConfig, name: str, role: Role) -> Mistakes:
+    if not isinstance(role, TrainRoleConfig) or not trains(config):
+        return
+    path, optimizer, total = f"{name}.optimizer", role.optimizer, updates(config, name)
     warmup, steps = optimizer.warmup_steps, optimizer.decay_steps
     if warmup >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.hub import lacks_weights
 from roll_lite.models.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
@@ -21,22 +21,22 @@ from roll_lite.models.model_files import (
 )
 
 
-def _model(config: RunConfig) -> Iterator[Problem]:
+def _model(config: RunConfig) -> Mistakes:
     folder = config.model.path
     shape, hf = yield from _read_model("model.path", folder, POLICY_HEADS)
     if shape is not None:
-        yield from _problem_if("model.path", folder, lambda: _tokenizer_misfit(folder, shape.vocab_size))
-        yield from _problem_if("model.path", folder, lambda: wrong_settings(folder, shape.vocab_size))
-        yield from _problem_if("model.path", folder, lambda: _weights_misfit(folder, hf, HEAD))
+        yield from _mistake_if("model.path", lambda: _tokenizer_misfit(folder, shape.vocab_size))
+        yield from _mistake_if("model.path", lambda: wrong_settings(folder, shape.vocab_size))
+        yield from _mistake_if("model.path", lambda: _weights_misfit(folder, hf, HEAD))
 
 
-def _problem_if(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
+def _mistake_if(path: str, wrong: Callable[[], str | None]) -> Mistakes:
     try:
         message = wrong()
     except ValueError as error:
         message = str(error)
     if message is not None:
-        yield Problem(path, message, str(folder))
+        yield path, message
 
 
 def _tokenizer_misfit(folder: Path, vocab_size: int) -> str | None:
@@ -63,34 +63,24 @@ def _weights_misfit(folder: Path, hf: HfConfig | None, head: str) -> str | None:
     return wrong_weights(stored, hf, head) or (head_beside_tied_embeddings(folder) if hf.tied_embeddings and head == HEAD else None)
 
 
-def _critic(config: RunConfig) -> Iterator[Problem]:
+def _critic(config: RunConfig) -> Mistakes:
     critic = config.critic
-    if critic is None:
-        return
-    if critic.init == "actor":
-        if critic.path is not None:
-            yield Problem(
-                "critic.path", "is not used with init: actor; remove it, or use init: path or init: reward_model", str(critic.path)
-            )
-        return
-    if critic.path is None:
-        yield Problem("critic.path", f"init: {critic.init} needs the checkpoint's folder", None)
-        return
-    shape, hf = yield from _read_model("critic.path", critic.path)
-    if shape is None:
+    if critic is None or critic.init == "actor" or critic.path is None:
         return
     folder = critic.path
-    yield from _problem_if("critic.path", folder, lambda: _weights_misfit(folder, hf, VALUE_HEAD))
-    with suppress(ValueError):  # reported as a problem of the model
+    shape, hf = yield from _read_model("critic.path", folder)
+    if shape is None:
+        return
+    yield from _mistake_if("critic.path", lambda: _weights_misfit(folder, hf, VALUE_HEAD))
+    with suppress(ValueError):  # reported as a mistake of the model
         if shape.vocab_size < (tokens := read_model_shape(config.model.path).vocab_size):
-            message = f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({tokens}); both see the same tokens"
-            yield Problem("critic.path", message, str(folder))
+            yield "critic.path", f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({tokens}); both see the same tokens"
 
 
 def _read_model(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
-) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Read a model folder and yield its problem. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""
+) -> Generator[tuple[str, str], None, tuple[ModelShape | None, HfConfig | None]]:
+    """Read a model folder and yield its mistake. Return (shape, HfConfig): both None if unreadable, HfConfig None if unsupported."""
     shape = None
     try:
         shape = read_model_shape(folder)
@@ -98,7 +88,7 @@ def _read_model(
             raise ValueError(f"model_type {shape.model_type!r} is not supported; supported are {', '.join(SUPPORTED_TYPES)}")
         return shape, read_hf_config(folder, path, architectures)
     except ValueError as error:
-        yield Problem(path, str(error).removeprefix(f"{path}: "), str(folder))
+        yield path, str(error).removeprefix(f"{path}: ")
         return shape, None
 
 

@@ -21,13 +21,9 @@ SGLANG_FP8 = ("qwen2", "qwen3")
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
-def no_gpus(config: RunConfig) -> bool:
-    return not layout.runs_on_cluster(config) and not layout.gpus_visible()
-
-
 def _fp8_rollouts(config: RunConfig) -> Mistakes:
     strategy = config.actor_infer.strategy
-    if not generates(config) or getattr(strategy, "quantization", "none") != "fp8":
+    if not generates(config) or strategy.quantization != "fp8":
         return
     path, shape = "actor_infer.strategy.quantization", layout.known_shape(config.model.path)
     if (dtype := infer_dtype(config)) != "bfloat16":
@@ -42,9 +38,10 @@ def _fp8_rollouts(config: RunConfig) -> Mistakes:
 
 
 def _heads_of_vllm(config: RunConfig) -> Mistakes:
-    engines = {name: role for name, role in roles(config).items() if isinstance(role.strategy, VllmStrategyConfig)}
-    for name, role in engines.items() if no_gpus(config) else ():
-        shape = layout.known_shape(layout.model_folder(config, role))
+    if layout.runs_on_cluster(config) or layout.gpus_visible():
+        return
+    for name, role in roles(config).items():
+        shape = layout.known_shape(layout.model_folder(config, role)) if isinstance(role.strategy, VllmStrategyConfig) else None
         if shape is not None and shape.head_dim not in VLLM_CPU_HEADS:
             sizes = ", ".join(map(str, VLLM_CPU_HEADS))
             message = f"on a CPU vLLM has no attention for the model's heads of {shape.head_dim} numbers (it has for {sizes}); use sglang"
@@ -52,11 +49,8 @@ def _heads_of_vllm(config: RunConfig) -> Mistakes:
 
 
 def _adapters_alone(config: RunConfig) -> Mistakes:
-    lora = adapters_of_engines(config)
-    if lora is None or not layout.gpus_visible():
-        return
-    if (dtype := infer_dtype(config)) == "float32":
-        message = f"on GPUs engines' kernels for adapters compute in 16 bits, and actor_infer.dtype (where absent, model.dtype) is {dtype}"
+    if adapters_of_engines(config) is not None and layout.gpus_visible() and infer_dtype(config) == "float32":
+        message = "on GPUs engines' kernels for adapters compute in 16 bits, and actor_infer.dtype (where absent, model.dtype) is float32"
         yield "actor_train.lora.engines", f"{message}; use bfloat16, or merged"
 
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from math import prod
-
-from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, infer_dtype, trains, uses_reference
+from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, trains, uses_reference
 from roll_lite.config.checks.layout import known_shape
 from roll_lite.config.schema.base import Mistakes
 from roll_lite.config.schema.models import FEED_FORWARD, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.models.adapter_files import VLLM_RANKS, adapter_problems, adapter_shapes
-from roll_lite.models.hf_config import read_hf_config
-from roll_lite.models.model_files import weight_shapes
+from roll_lite.models.adapter_files import VLLM_RANKS, adapter_problems
 
 
 def _layers(config: RunConfig) -> Mistakes:
@@ -60,18 +56,3 @@ def reference_notes(config: RunConfig) -> list[str]:
     if actor_is_reference(config):
         return ["KL is measured against actor_train with its adapters off: a pass more, and no model more (a `reference` section has one)"]
     return ["reference holds the weights that actor_train has under its adapters; without the section actor_train makes that pass itself"]
-
-
-def engine_notes(config: RunConfig) -> list[str]:
-    lora = adapters_of_engines(config)
-    if lora is None:
-        return []
-    try:
-        weights = weight_shapes(read_hf_config(config.model.path))
-    except ValueError:  # reported as a problem of the model
-        return []
-    size = 2 if infer_dtype(config) == "bfloat16" else 4
-    alone, all_of_it = (
-        size * sum(map(prod, shapes.values())) / 2**20 for shapes in (adapter_shapes(weights, lora.targets, lora.rank), weights)
-    )
-    return [f"engines get the adapters alone: {alone:,.1f} MB in every update instead of {all_of_it:,.0f} MB"]

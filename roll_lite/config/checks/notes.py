@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from roll_lite.config.arithmetic import device_numbers, engine_offload, infer_dtype, model_parallel_size, roles
+from roll_lite.config.arithmetic import TRAINING_ROLES, device_numbers, engine_offload, infer_dtype, kl_terms, model_parallel_size, roles
 from roll_lite.config.checks.gpu_only import gpu_notes
 from roll_lite.config.checks.layout import model_folder, runs_on_cluster, sharing_notes
-from roll_lite.config.checks.lora import engine_notes, reference_notes
+from roll_lite.config.checks.lora import reference_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.schema.base import Refused
@@ -30,7 +30,7 @@ from roll_lite.models.model_files import weight_shapes
 
 def mode_notes(config: RunConfig) -> list[str]:
     if config.mode == "rollout_only":
-        idle = [name for name in ("actor_train", "reference", "critic") if getattr(config, name) is not None]
+        idle = [name for name in TRAINING_ROLES if getattr(config, name) is not None]
         return [f"mode: rollout_only: {', '.join(idle)} and validation are left out; batches are dumped, nothing trains"]
     if config.mode == "train_only":
         return [f"mode: train_only: training on the dumps of {config.replay.path}; engines, rewards and validation are left out"]
@@ -47,10 +47,7 @@ def without_formula(config: RunConfig) -> list[str]:
         f"model.dtype: {config.model.dtype}": config.model.dtype != "float32",
         f"algorithm.routing_replay: {algorithm.routing_replay}": algorithm.routing_replay != "none",
         f"algorithm.policy_loss.name: {algorithm.policy_loss.name}": algorithm.policy_loss.name not in RECOMPUTED_LOSSES,
-        **{
-            f"algorithm.{name}.estimator: full": kl.coef > 0 and kl.estimator == "full"
-            for name, kl in (("kl_in_reward", algorithm.kl_in_reward), ("kl_in_loss", algorithm.kl_in_loss))
-        },
+        **{f"algorithm.{name}.estimator: full": term.estimator == "full" for name, term in kl_terms(config).items()},
         "actor_train.lora.targets: adapters of experts": feeds_forward and bool(read_model_shape(config.model.path).experts),
     }
     return [setting for setting, is_missing in found.items() if is_missing]
@@ -141,7 +138,6 @@ def notes_on(config: RunConfig, *further: Callable[[RunConfig], list[str]]) -> l
         staleness_notes,
         batch_notes,
         reference_notes,
-        engine_notes,
         plain_secrets,
         hub_notes,
         *further,

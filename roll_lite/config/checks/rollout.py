@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import (
     TRAINING_ROLES,
+    adapters_of_engines,
     device_numbers,
     generates,
     group_size,
@@ -13,7 +14,7 @@ from roll_lite.config.arithmetic import (
     validates,
 )
 from roll_lite.config.checks.functions import check_function
-from roll_lite.config.problems import Mistake, Problem
+from roll_lite.config.problems import Mistake
 from roll_lite.config.schema.base import Mistakes, readable
 from roll_lite.config.schema.environments import (
     AdapterSection,
@@ -86,15 +87,15 @@ def _group_filter(config: RunConfig) -> Iterator[Mistake]:
         yield "rollout.filter.name", f"{message}; use more samples_per_prompt, or another filter"
 
 
-def _environments(config: RunConfig) -> Iterator[Problem]:
+def _environments(config: RunConfig) -> Iterator[Mistake]:
     for name, domain in config.domains.items():
         path = f"domains.{name}.environment"
         if isinstance(domain.environment, EndpointEnvironmentConfig) and config.deterministic:
-            yield Problem("deterministic", f"which of an agent's requests comes first depends on timing ({path}); use false", True)
+            yield "deterministic", f"which of an agent's requests comes first depends on timing ({path}); use false"
         yield from environment_problems(path, domain.environment)
 
 
-def environment_problems(path: str, environment: EnvironmentConfig | None) -> Iterator[Problem]:
+def environment_problems(path: str, environment: EnvironmentConfig | None) -> Iterator[Mistake]:
     """Yield the section's mistakes that can be found without importing a user's module."""
     if isinstance(environment, FunctionEnvironmentConfig):
         inputs = ("a task", "the policy")
@@ -104,12 +105,12 @@ def environment_problems(path: str, environment: EnvironmentConfig | None) -> It
             inputs = ("a task", "the endpoint")
             yield from check_function(path, "function", environment.function, environment.args, inputs=inputs)
         elif environment.command is not None and shutil.which(environment.command[0]) is None:
-            yield Problem(f"{path}.command", "is no program on the PATH of this machine", environment.command[0])
+            yield f"{path}.command", "is no program on the PATH of this machine"
     elif isinstance(environment, ToolsEnvironmentConfig):
         for number, tool in enumerate(environment.tools):
             yield from readable(_tool(f"{path}.tools.{number}", tool))
     if isinstance(environment, AdapterSection) and find_spec(environment.package) is None:
-        yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"', environment.name)
+        yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{environment.name}]"'
     if isinstance(environment, GymEnvironmentConfig):
         if environment.function is not None:
             yield from check_function(path, "function", environment.function, environment.args, or_class=True, inputs=())
@@ -121,14 +122,14 @@ def environment_problems(path: str, environment: EnvironmentConfig | None) -> It
                 yield from check_function(path, key, name, {}, inputs=(given,))
 
 
-def _tool(path: str, tool: ToolConfig) -> Iterator[Problem]:
+def _tool(path: str, tool: ToolConfig) -> Iterator[Mistake]:
     if isinstance(tool, FunctionToolConfig):
         yield from check_function(path, "name", tool.name, None)
     if isinstance(tool, SearchToolConfig) and not is_file(tool.corpus):
-        yield Problem(f"{path}.corpus", f"there is no such file{elsewhere(tool.corpus)}", str(tool.corpus))
+        yield f"{path}.corpus", f"there is no such file{elsewhere(tool.corpus)}"
     package = TOOL_PACKAGES.get(tool.name)
     if package is not None and find_spec(package) is None:
-        yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{tool.name}]"', tool.name)
+        yield f"{path}.name", f'its package is not installed: pip install "roll_lite[{tool.name}]"'
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
@@ -161,7 +162,7 @@ def _speculation(config: RunConfig) -> Mistakes:
         yield f"{place}.min_p", f"vLLM has no min_p in speculation; use 0, or {path}: null"
     if replays_engines(config):
         yield path, "experts of drafted tokens could not be tested; use null, or algorithm.routing_replay: train or none"
-    if config.actor_train.lora is not None and config.actor_train.lora.engines == "adapter":
+    if adapters_of_engines(config) is not None:
         yield path, "engines with adapters could not be tested; use null, or actor_train.lora.engines: merged"
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 from roll_lite.config.problems import close_names
 from roll_lite.config.schema.base import Mistakes
@@ -17,10 +16,11 @@ JUDGE = "judge"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Mistakes:
+def _used_by_a_reward(config: RunConfig, path: str, model: RewardModelConfig | JudgeServerConfig) -> Mistakes:
     """Check the name of a reward model or judge, and that a reward uses the model. If a reward type seems misspelt, the model counts as
     used: another check reports the misspelling."""
-    name = path.partition(".")[2]
+    sections, _, name = path.partition(".")
+    what, reward, argument = {"reward_models": ("reward model", MODEL_REWARD, "model"), "judges": ("judge", JUDGE, "server")}[sections]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():
         parts += [domain.reward, *domain.reward.terms]
@@ -29,18 +29,12 @@ def _used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collect
     misspelt = any(close_names(other, [reward]) for other in others)
     if not NAME.fullmatch(name):
         yield path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'"
-    known = all(isinstance(one, str) and one in sections for one in asked)  # an unknown name may be a misspelling of this name
+    known = all(
+        isinstance(one, str) and one in getattr(config, sections) for one in asked
+    )  # an unknown name may be a misspelling of this name
     if name not in asked and not misspelt and known:
         example = f"{{name: {reward}, args: {{{argument}: {name}}}}}"
         yield path, f"no domain uses it; remove the section, or set a domain's reward to {example}"
-
-
-def _used_model(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
-    yield from _used_by_a_reward(config, path, "reward model", config.reward_models, MODEL_REWARD, "model")
-
-
-def _used_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> Mistakes:
-    yield from _used_by_a_reward(config, path, "judge", config.judges, JUDGE, "server")
 
 
 def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Mistakes:
@@ -90,6 +84,6 @@ def _model_of_judge(config: RunConfig, path: str, judge: JudgeServerConfig) -> M
         yield f"{path}.path", str(error)
 
 
-REWARD_MODEL_CHECKS = (_used_model, _checkpoint)
-JUDGE_CHECKS = (_used_judge, _model_of_judge)
+REWARD_MODEL_CHECKS = (_used_by_a_reward, _checkpoint)
+JUDGE_CHECKS = (_used_by_a_reward, _model_of_judge)
 SCORING_FILE_CHECKS = (_checkpoint, _model_of_judge)

@@ -27,27 +27,18 @@ from roll_lite.files import CONFIGS, first_line, is_file, read_text
 DEEPEST = 50
 
 
-@dataclass(frozen=True)
-class Composed:
-    data: dict[str, Any]
-    problems: list[Problem]
-    broken: frozenset[Path]
-    """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
-    origins: dict[Path, str]
-    secrets: dict[Path, tuple[str, Any]]
-    """{key path: (text in the file, value)} of values that contain environment variables."""
-    replaced_files: list[str]
-
-
 @dataclass
-class _Composer:
+class Composition:
     folder: FilePath
     may_be_left_out: bool = False
-    problems: list[Problem] = field(default_factory=list)
-    origins: dict[Path, str] = field(default_factory=dict)
     layers: list[dict[str, Any]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
+    """Paths of missing, unreadable or unresolvable values; includes the root, (), if a file is unreadable."""
+    origins: dict[Path, str] = field(default_factory=dict)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
+    """{key path: (text in the file, value)} of values that contain environment variables."""
     replaced_files: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
@@ -134,24 +125,24 @@ def suggestion(name: str, folder: FilePath) -> str:
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
-def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
+def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composition:
     """Compose a configuration. `may_be_left_out`: accept missing values (`???`)."""
-    composer = _Composer(folder, may_be_left_out)
+    composed = Composition(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
-    composer.problems += [one for one in parsed if isinstance(one, Problem)]
-    composer.add_file(composer.found(name, folder) or folder / f"{name}.yaml", name, ())
+    composed.problems += [one for one in parsed if isinstance(one, Problem)]
+    composed.add_file(composed.found(name, folder) or folder / f"{name}.yaml", name, ())
     tree: dict[str, Any] = {}
-    for layer in composer.layers:
+    for layer in composed.layers:
         merge(tree, layer)
     for override in names_first([one for one in parsed if isinstance(one, Override)]):
-        composer.problems += apply_override(tree, override)
-        _written_on_the_command_line(composer.origins, override.path)
-    _add_presets(tree, composer)
-    data = _resolve(OmegaConf.create(tree), (), composer)
-    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets, composer.replaced_files)
+        composed.problems += apply_override(tree, override)
+        _written_on_the_command_line(composed.origins, override.path)
+    _add_presets(tree, composed)
+    composed.data = _resolve(OmegaConf.create(tree), (), composed)
+    return composed
 
 
-def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
+def _add_presets(tree: dict[str, Any], composed: Composition) -> None:
     domains: Any = tree.get("domains")
     for name, domain in domains.items() if isinstance(domains, dict) else ():
         data = domain.get("data") if isinstance(domain, dict) else None
@@ -160,8 +151,8 @@ def _add_presets(tree: dict[str, Any], composer: _Composer) -> None:
             try:
                 domains[name] = expanded(domain, path)
             except ValueError as error:
-                composer.refuse(dotted((*path, "data", "preset")), str(error), data["preset"], (*path, "data"))
-                composer.broken.add((*path, "reward"))  # so that it does not count as missing
+                composed.refuse(dotted((*path, "data", "preset")), str(error), data["preset"], (*path, "data"))
+                composed.broken.add((*path, "reward"))  # so that it does not count as missing
 
 
 def expanded(domain: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
@@ -199,7 +190,7 @@ def _environment(key: str, *default: Any) -> Any:
     return oc.env(key, *default)
 
 
-def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
+def _resolve(node: DictConfig | ListConfig, path: Path, composed: Composition) -> Any:
     """Replace `${...}`; report unresolvable values and mark their paths as broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
@@ -207,11 +198,11 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
         result[str(key)] = None
         here = (*path, str(key))
         if OmegaConf.is_missing(node, key):
-            if composer.may_be_left_out:
+            if composed.may_be_left_out:
                 result[str(key)] = LEFT_OUT
                 continue
-            composer.problems.append(Missing(dotted(here), f"has to be given, for example on the command line: {dotted(here)}=..."))
-            composer.broken.add(here)
+            composed.problems.append(Missing(dotted(here), f"has to be given, for example on the command line: {dotted(here)}=..."))
+            composed.broken.add(here)
             continue
         raw = OmegaConf.to_container(node, resolve=False)[key] if OmegaConf.is_interpolation(node, key) else NO_VALUE  # type: ignore[index]
         variables: list[str] = []
@@ -219,24 +210,24 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            composer.refuse(dotted(here), _why(error, variables), raw, here)
+            composed.refuse(dotted(here), _why(error, variables), raw, here)
             continue
         finally:
             _from_environment.reset(token)
         if isinstance(value, DictConfig | ListConfig):
             if len(here) > DEEPEST:
-                composer.refuse(dotted(here), "with its interpolations written out it holds itself", raw, here)
+                composed.refuse(dotted(here), "with its interpolations written out it holds itself", raw, here)
                 return None
-            value = _resolve(value, here, composer)
+            value = _resolve(value, here, composed)
         elif variables:
             if words_at(here).startswith(("integer", "number", "true or false")) and isinstance(value, str):
                 decoded = parse_yaml(value, "").data
                 value = decoded if isinstance(decoded, bool | int | float) else value
-            composer.secrets[here] = (str(raw), value)
+            composed.secrets[here] = (str(raw), value)
         result[str(key)] = value
     if isinstance(node, ListConfig):
         return list(result.values())
-    return {key: value for key, value in result.items() if (*path, key) not in composer.broken}
+    return {key: value for key, value in result.items() if (*path, key) not in composed.broken}
 
 
 def _why(error: Exception, variables: list[str]) -> str:

@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import ASCENDING, DataPath, Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, rule
+from roll_lite.config.schema.base import (
+    ASCENDING,
+    DataPath,
+    Mistakes,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    rule,
+)
 from roll_lite.config.schema.domains import DataConfig, DomainConfig, PlainTemplateConfig, RewardConfig, SamplingConfig, TemplateConfig
 from roll_lite.config.schema.losses import (
     AdvantageConfig,
@@ -35,7 +46,7 @@ class AdaptiveKlConfig(Section):
     """Samples over which the coefficient changes by at most 20%; larger is slower."""
 
 
-KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
+KlControllerConfig = FixedKlConfig | AdaptiveKlConfig
 
 
 class KlInRewardConfig(Section):
@@ -43,7 +54,7 @@ class KlInRewardConfig(Section):
     """Weight of KL; 0: off."""
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
     """KL estimator: k1 = log(policy / reference), k2 = k1² / 2, k3 = exp(-k1) - 1 + k1, abs = |k1|, full = exact over the vocabulary."""
-    controller: KlControllerConfig = Field(default_factory=FixedKlConfig)
+    controller: KlControllerConfig = FixedKlConfig()
     """Fixed or adaptive weight."""
 
     @rule
@@ -114,14 +125,14 @@ class MasksConfig(Section):
     """Amount that penalize subtracts from the reward."""
     group_mean: Annotated[tuple[float, float], ASCENDING] | None = None
     """Train only groups with a mean score in this inclusive range."""
-    response_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
+    response_tokens: Annotated[tuple[NonNegativeInt, PositiveInt], ASCENDING] | None = None
     """Train only responses with a length in this inclusive range."""
     function: str | None = None
     """Dotted path to your function `RewardRows -> weights [samples]` (docs/algorithms.md). Weights multiply losses; 0 excludes a sample."""
 
 
 class PtxDataConfig(Section):
-    train: DataPath | Annotated[list[DataPath], Field(min_length=1)]
+    train: DataPath | NonEmpty[DataPath]
     """Data: .jsonl, .parquet, a folder, hf://..., or a list of these."""
     prompt: str = "prompt"
     """Column with the prompt (string or chat messages)."""
@@ -134,7 +145,7 @@ class PtxConfig(Section):
 
     data: PtxDataConfig
     """Data to learn, in a seeded order that resumed runs continue."""
-    template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
+    template: TemplateConfig = PlainTemplateConfig()
     """Template of the prompt; answer and end of sequence follow."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""
@@ -153,19 +164,19 @@ class PtxConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    reward: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
+    reward: RewardShapingConfig = RewardShapingConfig()
     """Reward shaping."""
-    masks: MasksConfig = Field(default_factory=MasksConfig)
+    masks: MasksConfig = MasksConfig()
     """Samples excluded from training."""
-    advantage: AdvantageConfig = Field(default_factory=GrpoAdvantageConfig)
+    advantage: AdvantageConfig = GrpoAdvantageConfig()
     """Advantage estimator."""
     whiten_advantages: bool = False
     """Normalise advantages to mean 0 and variance 1 over the batch's sampled tokens."""
-    policy_loss: PolicyLossConfig = Field(default_factory=PpoLossConfig)
+    policy_loss: PolicyLossConfig = PpoLossConfig()
     """Policy loss."""
     mismatch_correction: MismatchCorrectionConfig | None = None
     """Correction for different log-probs in engine and trainer."""
-    value_loss: ValueLossConfig = Field(default_factory=ValueLossConfig)
+    value_loss: ValueLossConfig = ValueLossConfig()
     """Loss of the critic."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """Reduction of token losses over the mini-batch of all ranks. token_mean: mean over all tokens. sequence_mean_token_mean: mean over
@@ -176,9 +187,9 @@ class AlgorithmConfig(Section):
     sample together. row: each row."""
     aggregation_constant: PositiveInt | None = None
     """Divisor in tokens for `aggregation: constant`; null: the largest max_tokens."""
-    kl_in_reward: KlInRewardConfig = Field(default_factory=KlInRewardConfig)
+    kl_in_reward: KlInRewardConfig = KlInRewardConfig()
     """KL(policy || reference) subtracted from every token's reward."""
-    kl_in_loss: KlInLossConfig = Field(default_factory=KlInLossConfig)
+    kl_in_loss: KlInLossConfig = KlInLossConfig()
     """KL(policy || reference) added to the loss."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; 0: off."""
@@ -195,7 +206,7 @@ class AlgorithmConfig(Section):
     """Mini-batches (optimizer steps) per pass."""
     early_stop_kl: PositiveFloat | None = None
     """Limit of KL(old || new), in nats per token, beyond which the actor skips the step's remaining updates."""
-    critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    critic_warmup_steps: NonNegativeInt = 0
     """Steps at the start that train only the critic."""
 
     @rule

@@ -47,10 +47,13 @@ def _in_order(given: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 ASCENDING = AfterValidator(_in_order)
+NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(gt=0), below(2**31, "the limit for all numbers here")]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
-TimeLimit = Annotated[float, Field(ge=0)] | None
+ZeroToOne = Annotated[float, Field(ge=0, le=1)]
+TimeLimit = NonNegativeFloat | None
 PositiveFloat = Annotated[float, Field(gt=0)]
+NonEmpty = Annotated[list[T], Field(min_length=1)]
 UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 

@@ -10,11 +10,14 @@ from roll_lite.config.schema.base import (
     ASCENDING,
     DataPath,
     Mistakes,
+    NonEmpty,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
     UserPath,
+    ZeroToOne,
     rule,
 )
 from roll_lite.config.schema.environments import EnvironmentConfig, ToolsEnvironmentConfig
@@ -24,7 +27,7 @@ from roll_lite.config.text_templates import compile_format, placeholders
 class DataFilterConfig(Section):
     """Row selection."""
 
-    prompt_tokens: Annotated[tuple[Annotated[int, Field(ge=0)], PositiveInt], ASCENDING] | None = None
+    prompt_tokens: Annotated[tuple[NonNegativeInt, PositiveInt], ASCENDING] | None = None
     """Keep prompts, also held-out ones, with a token count (template included) in this inclusive range."""
     difficulty: str | None = None
     """Data column with the difficulty that difficulty_range limits, such as a model's share of correct samples."""
@@ -37,19 +40,14 @@ class DataFilterConfig(Section):
             yield "difficulty_range", "of which column? Name it with `difficulty`"
 
 
-DataFiles = DataPath | Annotated[list[DataPath], Field(min_length=1)] | Annotated[dict[DataPath, PositiveFloat], Field(min_length=1)]
-
-
-def _has_held_out_prompts(name: str) -> str:
-    validation_preset(name)
-    return name
+DataFiles = DataPath | NonEmpty[DataPath] | Annotated[dict[DataPath, PositiveFloat], Field(min_length=1)]
 
 
 class DataConfig(Section):
     preset: str | None = None
     """Public data set to train on (`roll-lite data list`, docs/data.md). Its settings are the domain's defaults. Your own `train` files
     need the preset's columns."""
-    validation_preset: Annotated[str, AfterValidator(_has_held_out_prompts)] | None = None
+    validation_preset: Annotated[str, AfterValidator(lambda name: validation_preset(name) and name)] | None = None
     """Preset for the held-out prompts; null: the one in `preset`."""
     train: DataFiles | None = None
     """Training prompts; `mode: evaluate` needs none. A .jsonl, .parquet, .csv or .json file, a folder of Hugging Face `datasets`, or
@@ -62,7 +60,7 @@ class DataConfig(Section):
     in `tags`."""
     tags: list[str] = Field(default_factory=list)
     """Values of column `tag` in this domain's rows. A row with a value that no domain lists is an error."""
-    filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
+    filter: DataFilterConfig = DataFilterConfig()
     """Selection of rows."""
     prompt: str = "prompt"
     """Column with the prompt (string or chat messages)."""
@@ -108,11 +106,12 @@ class ChatTemplateConfig(Section):
     """Variables of the template, such as `{enable_thinking: false}`."""
 
 
-TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discriminator="name")]
+TemplateConfig = PlainTemplateConfig | ChatTemplateConfig
 
 
 # Range of vLLM, which raises lower temperatures to 0.01 and refuses higher ones.
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)]
 
 
 class SamplingConfig(Section):
@@ -120,19 +119,19 @@ class SamplingConfig(Section):
     """Sampling temperature, also used for training log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1: off."""
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: NonNegativeInt = 0
     """Sample from the k likeliest tokens; 0: off."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_p: ZeroToOne = 0.0
     """Minimum probability relative to the likeliest token's; 0: off."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt in tokens, template included; longer ones are an error, unless data.filter.prompt_tokens drops them."""
     max_tokens: PositiveInt = 1024
     """Longest response in tokens; longer ones are truncated."""
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: NonNegativeInt = 0
     """Shortest response in tokens."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
+    stop: StopTexts = Field(default_factory=list)
     """Texts that end a response and stay in it; ignored within the first min_tokens tokens."""
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    stop_token_ids: list[NonNegativeInt] = Field(default_factory=list)
     """Token ids that end a response and stay in it, besides the end of sequence."""
 
     @rule
@@ -157,17 +156,17 @@ class HeldOutSamplingConfig(Section):
     """Sampling temperature; 0: greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling; 1: off."""
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: NonNegativeInt | None = None
     """Sample from the k likeliest tokens; 0: off."""
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: ZeroToOne | None = None
     """Minimum probability relative to the likeliest token's; 0: off."""
     max_tokens: PositiveInt | None = None
     """Longest response in tokens."""
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_tokens: NonNegativeInt | None = None
     """Shortest response in tokens."""
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] | None = None
+    stop: StopTexts | None = None
     """Texts that end a response and stay in it."""
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: list[NonNegativeInt] | None = None
     """Token ids that end a response, besides the end of sequence."""
 
 
@@ -214,7 +213,7 @@ class RewardConfig(Section):
     """Seconds for one attempt to score a sample."""
     start_timeout_s: PositiveFloat = 120.0
     """Seconds for a worker to start and import the function."""
-    retries: Annotated[int, Field(ge=0)] = 1
+    retries: NonNegativeInt = 1
     """Scoring retries before a sample counts as failed."""
     weight: PositiveFloat = 1.0
     """Factor of this domain's rewards, applied after algorithm.reward."""
@@ -229,19 +228,19 @@ TOOLS_NEED_CHAT = "tools are described to the model by a chat template; use name
 class DomainConfig(Section):
     data: DataConfig
     """Source of prompts."""
-    template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
+    template: TemplateConfig = PlainTemplateConfig()
     """Template of the model's input."""
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = SamplingConfig()
     """Sampling in training."""
-    validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
+    validation_sampling: HeldOutSamplingConfig = HeldOutSamplingConfig()
     """Sampling of held-out prompts; null fields use validation.sampling."""
-    environment: EnvironmentConfig | None = Field(default=None, discriminator="name")
+    environment: EnvironmentConfig | None = None
     """Environment of multi-turn episodes; null: one response per prompt."""
-    reward: RewardConfig = Field(default_factory=lambda: RewardConfig(name=ENVIRONMENT_REWARD))
+    reward: RewardConfig = RewardConfig(name=ENVIRONMENT_REWARD)
     """Scoring of responses; optional if the environment gives rewards."""
     share: PositiveFloat = 1.0
     """Relative share of a batch's prompts; shares need not sum to 1."""
-    min_prompts: Annotated[int, Field(ge=0)] = 0
+    min_prompts: NonNegativeInt = 0
     """Minimum prompts in a batch, even beyond the share."""
     samples_per_prompt: PositiveInt | None = None
     """Responses per prompt (group size); null: rollout.samples_per_prompt."""
@@ -312,15 +311,15 @@ class RolloutConfig(Section):
     """Responses per prompt (group size)."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds to generate a response, without queueing and weight updates."""
-    retries: Annotated[int, Field(ge=0)] = 2
+    retries: NonNegativeInt = 2
     """Generation retries before a sample counts as failed."""
-    restarts: Annotated[int, Field(ge=0)] = 3
+    restarts: NonNegativeInt = 3
     """Maximum restarts per hour of the rollout service after it died or hung; then the run ends. After a restart, unfinished prompts start
     again."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"
     """Overlap of generation and training. sync: none. one_step_off: the next batch is generated while one trains. async: engines always
     generate, up to max_staleness steps ahead."""
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_staleness: NonNegativeInt | None = None
     """Maximum steps between the weights that generate a sample and the weights that it trains. Older samples are dropped and generated
     again. null: 0 for sync, else 1."""
     on_sync: Literal["drain", "pause", "abort"] | None = None

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from roll_lite.config.schema.base import Mistakes, PositiveFloat, PositiveInt, Section, UserPath, rule
+from roll_lite.config.schema.base import Mistakes, NonEmpty, PositiveFloat, PositiveInt, Section, UserPath, rule
 
 CallFormat = Literal["hermes", "qwen3_coder", "llama3", "mistral"]
 
@@ -71,13 +71,13 @@ class McpToolConfig(Section):
     """Tools of a Model Context Protocol (MCP) server, one session per episode."""
 
     name: Literal["mcp"]
-    command: Annotated[list[str], Field(min_length=1)] | None = None
+    command: NonEmpty[str] | None = None
     """Command line of a server on standard input and output, started per session."""
     url: str | None = None
     """Address of a running server (Streamable HTTP)."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for `command`, besides HOME, PATH and the like."""
-    tools: Annotated[list[str], Field(min_length=1)] | None = None
+    tools: NonEmpty[str] | None = None
     """Tools that the model may call; null: all."""
 
     @rule
@@ -100,7 +100,7 @@ class ToolsEnvironmentConfig(EnvironmentSection):
     """Tools that the model may call. The first response without a call ends the episode, which the domain's reward scores."""
 
     name: Literal["tools"]
-    tools: Annotated[list[ToolConfig], Field(min_length=1)]
+    tools: NonEmpty[ToolConfig]
     """Tools, described to the model by the chat template: python, search, mcp, or dotted paths to Python functions."""
     max_result_chars: Annotated[int, Field(ge=200, le=200_000)] = 8000
     """Longest result of a call in characters; longer ones lose their middle."""
@@ -120,7 +120,7 @@ class EndpointEnvironmentConfig(EnvironmentSection):
     name: Literal["endpoint"]
     function: str | None = None
     """Dotted path to your function `(task, endpoint) -> reward or answer`. The domain's reward scores an answer."""
-    command: Annotated[list[str], Field(min_length=1)] | None = None
+    command: NonEmpty[str] | None = None
     """Program and arguments. It gets the task as JSON on standard input, and the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY. Its last line of output is its reward or answer."""
     args: dict[str, Any] = Field(default_factory=dict)

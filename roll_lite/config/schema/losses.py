@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, Section, rule
+from roll_lite.config.schema.base import ASCENDING, Mistakes, NonNegativeFloat, PositiveFloat, Section, ZeroToOne, rule
 
 # ---------------------------------------------------------------- advantages
 
@@ -15,13 +15,13 @@ class GaeAdvantageConfig(Section):
     """Generalised advantage estimation with the critic's values."""
 
     name: Literal["gae"] = "gae"
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gamma: ZeroToOne = 1.0
     """Discount factor."""
     discount: Discount = "token"
     """Time step of gamma. token: one token. turn: one response of an episode."""
-    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    lam: ZeroToOne = 0.95
     """Lambda of the actor's advantages."""
-    lam_critic: Annotated[float, Field(ge=0, le=1)] | None = None
+    lam_critic: ZeroToOne | None = None
     """Lambda of the critic's targets; null: lam."""
     length_adaptive: PositiveFloat | None = None
     """Replace lam by max(0, 1 - 1 / (length_adaptive * l)) for responses of l tokens."""
@@ -47,7 +47,7 @@ class ReinforceAdvantageConfig(Section):
     """Discounted returns, without baseline."""
 
     name: Literal["reinforce"] = "reinforce"
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gamma: ZeroToOne = 1.0
     """Discount factor."""
     discount: Discount = "token"
     """Time step of gamma. token: one token. turn: one response of an episode."""
@@ -57,7 +57,7 @@ class ReinforcePlusPlusAdvantageConfig(Section):
     """Discounted returns, whitened over the global batch."""
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gamma: ZeroToOne = 1.0
     """Discount factor."""
     discount: Discount = "token"
     """Time step of gamma. token: one token. turn: one response of an episode."""
@@ -88,7 +88,7 @@ class GigpoAdvantageConfig(Section):
     """GRPO over episodes, plus `step_weight` times GRPO over turns of a group that respond to the same text (GiGPO, arXiv 2505.10978)."""
 
     name: Literal["gigpo"] = "gigpo"
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.95
+    gamma: ZeroToOne = 0.95
     """Discount factor of later turns' rewards."""
     step_weight: NonNegativeFloat = 1.0
     """Weight of the turn-level advantages; the episode-level ones have weight 1."""
@@ -104,7 +104,7 @@ class CustomAdvantageConfig(Section):
     """Keyword arguments."""
 
 
-AdvantageConfig = Annotated[
+AdvantageConfig = (
     GrpoAdvantageConfig
     | GaeAdvantageConfig
     | RlooAdvantageConfig
@@ -114,9 +114,8 @@ AdvantageConfig = Annotated[
     | OpoAdvantageConfig
     | GpgAdvantageConfig
     | GigpoAdvantageConfig
-    | CustomAdvantageConfig,
-    Field(discriminator="name"),
-]
+    | CustomAdvantageConfig
+)
 
 
 # ---------------------------------------------------------------- losses
@@ -217,7 +216,7 @@ class CustomLossConfig(Section):
     """Keyword arguments."""
 
 
-PolicyLossConfig = Annotated[
+PolicyLossConfig = (
     PpoLossConfig
     | GspoLossConfig
     | GmpoLossConfig
@@ -227,9 +226,8 @@ PolicyLossConfig = Annotated[
     | PolicyGradientLossConfig
     | RaftLossConfig
     | KimiLossConfig
-    | CustomLossConfig,
-    Field(discriminator="name"),
-]
+    | CustomLossConfig
+)
 
 
 class CorrectionWeightConfig(Section):

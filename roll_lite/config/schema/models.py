@@ -7,7 +7,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from roll_lite.config.problems import did_you_mean
-from roll_lite.config.schema.base import Mistakes, ModelFolder, NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below, rule
+from roll_lite.config.schema.base import (
+    Mistakes,
+    ModelFolder,
+    NonEmpty,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    UserPath,
+    below,
+    rule,
+)
 
 # ---------------------------------------------------------------- model and optimisation
 
@@ -29,7 +41,7 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up: step i of n uses i/n of lr."""
     decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Schedule after warm-up. linear, cosine: decay to min_lr by the end of the run. wsd: lr until the last decay_steps, then
@@ -50,7 +62,7 @@ class OptimizerConfig(Section):
     every step."""
     clip_grad: NonNegativeFloat = 1.0
     """Maximum global gradient norm; above it gradients are scaled down. 0: off."""
-    stop_after_skipped: Annotated[int, Field(ge=0)] = 5
+    stop_after_skipped: NonNegativeInt = 5
     """The run ends after this many consecutive updates were skipped for a non-finite loss or gradient; 0: never."""
 
     @rule
@@ -75,7 +87,7 @@ class LoraConfig(Section):
     """Rank of the adapters."""
     alpha: PositiveFloat = 32.0
     """Scale: B A x is multiplied by alpha / rank."""
-    targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
+    targets: NonEmpty[str] = Field(default=[*LINEAR_LAYERS])
     """Linear layers with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. In models with experts, gate_proj,
     up_proj and down_proj are those of all experts."""
     path: UserPath | None = None
@@ -108,7 +120,7 @@ class MegatronStrategyConfig(Section):
     """Ranks (stages) that split the model by layers."""
     virtual_pipeline_parallel: PositiveInt = 1
     """Interleaved model parts per stage. More parts: less waiting, more communication."""
-    pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    pipeline_layers: NonEmpty[NonNegativeInt] | None = None
     """Layers of each pipeline part, in layer order: pipeline_parallel x virtual_pipeline_parallel numbers. Part i (from 0) is on stage i %
     pipeline_parallel. Give fewer to the first (embeddings) and last part (output layer) for balance. null: equal numbers."""
     context_parallel: PositiveInt = 1
@@ -128,7 +140,7 @@ class MegatronStrategyConfig(Section):
     GPU and without lora; else torch."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass, to save memory. selective: only in recompute_modules; full: in whole layers."""
-    recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
+    recompute_modules: NonEmpty[Literal["mlp", "moe", "core_attn"]] | None = None
     """Modules for `recompute: selective`. mlp: most of a layer's activations. moe: router and experts, with their communication. core_attn:
     attention. null: mlp, and also moe if the model has experts."""
 
@@ -227,8 +239,8 @@ class HfStrategyConfig(Section):
 
 
 TrainStrategyConfig = MegatronStrategyConfig
-InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig, Field(discriminator="name")]
-RewardModelStrategyConfig = Annotated[HfStrategyConfig | MegatronStrategyConfig, Field(discriminator="name")]
+InferStrategyConfig = VllmStrategyConfig | SglangStrategyConfig
+RewardModelStrategyConfig = HfStrategyConfig | MegatronStrategyConfig
 
 ON_A_NODE = re.compile(r"node(\d{1,4}):(\d{1,4})(?:-(\d{1,4}))?")
 _MOST_DEVICES = below(65536, "more than a cluster has")
@@ -251,7 +263,7 @@ class ForwardRoleConfig(Section):
     devices: Devices = 1
     """Number of devices, or a list: [0, 1], numbered over all nodes, or [node0:0-3, node1:0-3] (needs placement.nodes). Without GPUs a
     device is a CPU slot."""
-    strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
+    strategy: TrainStrategyConfig = MegatronStrategyConfig()
     """Megatron-Core's parallel layout and settings."""
     micro_batch_tokens: PositiveInt = 16384
     """Maximum tokens in a rank's forward pass, up to which samples are packed; a longer sample runs alone. Lower it if memory runs out."""
@@ -259,7 +271,7 @@ class ForwardRoleConfig(Section):
     """Maximum samples in a rank's forward pass; null: unlimited."""
     offload: bool = False
     """Free this role's device memory while it is idle."""
-    restarts: Annotated[int, Field(ge=0)] = 3
+    restarts: NonNegativeInt = 3
     """Maximum restarts per hour after a rank died or hung; then the run ends. Trained roles return to the newest checkpoint, or initial
     weights, and repeat the updates since."""
     threads: PositiveInt = 1
@@ -267,12 +279,12 @@ class ForwardRoleConfig(Section):
 
 
 class TrainRoleConfig(ForwardRoleConfig):
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
     balance_coef: NonNegativeFloat = 0.0
     """Weight of Switch Transformer's load-balancing loss for models with experts; 0: off. config.json's router_aux_loss_coef is ignored: it
     would pull the policy away from the rewards."""
-    compare_replicas_every: Annotated[int, Field(ge=0)] = 10
+    compare_replicas_every: NonNegativeInt = 10
     """Steps between checksum comparisons of data-parallel replicas; a difference ends the run. 0: never."""
     train_micro_batch_tokens: PositiveInt | None = None
     """micro_batch_tokens in training; null: the same."""
@@ -341,6 +353,13 @@ class CriticRoleConfig(TrainRoleConfig):
     path: ModelFolder | None = None
     """Reward model, or value model exported by roll_lite: folder or name on the hub."""
 
+    @rule
+    def _source(self) -> Mistakes:
+        if self.init == "actor" and self.path is not None:
+            yield "path", "is not used with init: actor; remove it, or use init: path or init: reward_model"
+        if self.init != "actor" and self.path is None:
+            yield "path", f"init: {self.init} needs the checkpoint's folder"
+
 
 class InferRoleConfig(Section):
     devices: Devices = 1
@@ -348,13 +367,13 @@ class InferRoleConfig(Section):
     placement.devices_per_node, the replica takes equally many on each of several nodes."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas per device, which share strategy.gpu_memory_utilization. Needs tensor_parallel 1."""
-    strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
+    strategy: InferStrategyConfig = VllmStrategyConfig()
     """Engine (vllm or sglang) and its settings."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision in engines; null: model.dtype."""
     offload: bool = False
     """Free the engines' device memory while the actor trains."""
-    restarts: Annotated[int, Field(ge=0)] = 3
+    restarts: NonNegativeInt = 3
     """Maximum restarts of a lost engine per hour. Then the run continues without it, or ends if none is left."""
     most_replicas: PositiveInt | None = None
     """Maximum engine replicas. Those beyond `devices` start as nodes with free devices join, and end when their node leaves."""
@@ -369,7 +388,7 @@ class RewardModelConfig(Section):
     """Folder, or name on the hub, of a ForSequenceClassification model with one label."""
     devices: Devices = 1
     """Number of devices, or a list. With hf each holds a copy of the model."""
-    strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
+    strategy: RewardModelStrategyConfig = HfStrategyConfig()
     """hf, or megatron with its parallel layout."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of weights. Use float32 on CPUs and bfloat16 on GPUs."""
@@ -392,7 +411,7 @@ class JudgeServerConfig(Section):
     """Model folder in Hugging Face format, or name on the hub."""
     devices: Devices = 1
     """Number of devices, or a list of them. Each server takes strategy.tensor_parallel devices."""
-    strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
+    strategy: VllmStrategyConfig = VllmStrategyConfig()
     """Engine settings. max_model_len defaults to the model's; engine_args takes any server argument."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the weights; auto: the checkpoint's."""
@@ -400,7 +419,7 @@ class JudgeServerConfig(Section):
     """CPU threads per server."""
     start_timeout_s: PositiveFloat = 900.0
     """Seconds for a server to load the model."""
-    restarts: Annotated[int, Field(ge=0)] = 3
+    restarts: NonNegativeInt = 3
     """Maximum restarts per hour of each server, and of the worker process that runs the server; then the run fails."""
 
     @rule

@@ -11,7 +11,9 @@ from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import (
     LATEST,
     Mistakes,
+    NonEmpty,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -67,11 +69,11 @@ class PlacementConfig(Section):
 
 
 class ValidationConfig(Section):
-    every: Annotated[int, Field(ge=0)] = 0
+    every: NonNegativeInt = 0
     """Steps between validations. Validation also runs before the first and after the last step; 0: only then."""
     samples_per_prompt: PositiveInt = 1
     """Responses per held-out prompt; several give pass@k, best@k and maj@k for k = 2, 4, 8, ... and this number."""
-    sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
+    sampling: ValidationSamplingConfig = ValidationSamplingConfig()
     """Sampling of held-out prompts; domains override it."""
     enabled: bool = True
     """false: no validation, like `validation: null`."""
@@ -88,11 +90,11 @@ Url = Annotated[str, AfterValidator(_url)]
 
 
 class CheckpointConfig(Section):
-    every: Annotated[int, Field(ge=0)] = 0
+    every: NonNegativeInt = 0
     """Steps between checkpoints; the last step always gets a checkpoint. 0: no checkpoints."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep; older ones are deleted."""
-    keep_every: Annotated[int, Field(ge=0)] = 0
+    keep_every: NonNegativeInt = 0
     """Steps between checkpoints that are never deleted, a multiple of `every`; 0: none."""
     asynchronous: bool = False
     """Write in background processes. Training waits only for a copy to host memory and an unfinished previous checkpoint."""
@@ -102,7 +104,7 @@ class CheckpointConfig(Section):
     store: Url | None = None
     """URL of an object store or other fsspec file system for checkpoints: s3://bucket/prefix (docs/checkpoints.md). null: the run's
     folder."""
-    in_memory_every: Annotated[int, Field(ge=0)] = 0
+    in_memory_every: NonNegativeInt = 0
     """Steps between copies of the training state in host memory, to which training returns after losing ranks. A copy may take a quarter of
     ray.object_store_mb. 0: none."""
     resume: Literal["auto"] | Url | Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
@@ -134,7 +136,7 @@ class BatchFilesConfig(Section):
     write: Literal["auto", "always", "never"] = "auto"
     """auto: save the first 500 steps if `examples/recompute.py` supports the run (float32, most losses) and no step can exceed 262,144
     tokens."""
-    copy_models_mb: Annotated[int, Field(ge=0)] = 256
+    copy_models_mb: NonNegativeInt = 256
     """Models up to this many MB are copied into the run's folder. Of larger ones, path and checksums are saved."""
 
 
@@ -161,7 +163,7 @@ class TrackerConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `wandb.init`, `swanlab.init`, opentelemetry's `OTLPSpanExporter` or your class; mlflow: tracking_uri,
     experiment_name, run_name; prometheus: port, address."""
-    samples: Annotated[int, Field(ge=0)] = 8
+    samples: NonNegativeInt = 8
     """Samples per domain shown as text, with every validation and every tenth step (tensorboard, wandb, mlflow, swanlab)."""
 
 
@@ -217,8 +219,6 @@ class LimitsConfig(Section):
 
 Victim = Literal["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments", "reward_models", "judges"]
 Fault = Literal["kill", "stop", "slow", "cut"]
-ONLY_KILLS: dict[Fault, float] = {"kill": 1.0}
-USUAL_VICTIMS: tuple[Victim, ...] = ("actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments")
 
 
 class ChaosConfig(Section):
@@ -226,9 +226,9 @@ class ChaosConfig(Section):
 
     every_s: PositiveFloat = 60.0
     """Mean seconds between faults, at random times."""
-    targets: Annotated[list[Victim], Field(min_length=1)] = Field(default_factory=lambda: list[Victim](USUAL_VICTIMS))
+    targets: NonEmpty[Victim] = Field(default=["actor_train", "critic", "reference", "actor_infer", "rollouts", "rewards", "environments"])
     """Roles whose processes get faults. rollouts: the rollout service. rewards, environments: their workers."""
-    actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default_factory=lambda: {**ONLY_KILLS})
+    actions: Annotated[dict[Fault, PositiveFloat], Field(min_length=1)] = Field(default={"kill": 1.0})
     """Relative frequencies of faults. kill: SIGKILL. stop: SIGSTOP. slow: a tenth of the speed for slow_s. cut: the node, never the
     driver's or Ray head's, sends nothing for cut_s; needs root and iproute2."""
     slow_s: PositiveFloat = 10.0
@@ -271,11 +271,11 @@ class RunConfig(Section):
     (`replay.path`). evaluate: validate the model once; settings of training have no effect (docs/evaluate.md)."""
     model: ModelConfig
     """Model to train."""
-    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    placement: PlacementConfig = PlacementConfig()
     """Assignment of devices to roles."""
-    actor_train: ActorRoleConfig = Field(default_factory=ActorRoleConfig)
+    actor_train: ActorRoleConfig = ActorRoleConfig()
     """Trainer of the policy."""
-    actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
+    actor_infer: InferRoleConfig = InferRoleConfig()
     """Engines that generate with the policy."""
     reference: ReferenceRoleConfig | None = None
     """Reference policy of the KL terms. null: the actor without its adapters (actor_train.lora)."""
@@ -287,33 +287,33 @@ class RunConfig(Section):
     """Judge models by name, for rewards of type `judge`."""
     domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
     """Domains by name: prompts, sampling and reward."""
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    rollout: RolloutConfig = RolloutConfig()
     """Batch sizes and limits of generation."""
-    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    replay: ReplayConfig = ReplayConfig()
     """Source of rollouts for `mode: train_only`."""
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages, losses, KL, epochs."""
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    validation: ValidationConfig = ValidationConfig()
     """Validation on held-out prompts."""
-    batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
+    batches: BatchFilesConfig = BatchFilesConfig()
     """Saved tokens, log-probs and advantages of each step, to recompute its losses and weights later."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and the final model."""
-    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     """Weight updates of the engines."""
-    trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
+    trackers: list[TrackerConfig] = Field(default=[TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
     """Destinations of metrics."""
-    report_every: Annotated[int, Field(ge=0)] = 100
+    report_every: NonNegativeInt = 100
     """Steps between two updates of report.html, which a process of low priority writes; 0: only at the end."""
-    profile: ProfileConfig = Field(default_factory=ProfileConfig)
+    profile: ProfileConfig = ProfileConfig()
     """Measurements of speed and memory."""
-    ray: RayConfig = Field(default_factory=RayConfig)
+    ray: RayConfig = RayConfig()
     """Ray cluster."""
-    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    limits: LimitsConfig = LimitsConfig()
     """Time limits of phases and processes."""
     chaos: ChaosConfig | None = None
     """Injected faults."""
-    simulation: SimulationConfig = Field(default_factory=SimulationConfig)
+    simulation: SimulationConfig = SimulationConfig()
     """Assumptions of `roll-lite simulate`."""
 
     @rule

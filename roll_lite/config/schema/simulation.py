@@ -4,9 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, rule
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from roll_lite.config.schema.base import Mistakes, NonNegativeFloat, PositiveFloat, PositiveInt, Section, ZeroToOne, rule
 
 
 class SimulatedEngineConfig(Section):
@@ -49,7 +47,7 @@ class SimulatedTrainerConfig(Section):
     """Fixed seconds per step."""
     tokens_per_device_s: PositiveFloat = 6_000.0
     """Prompt and response tokens per second and device, for log-probs and training together."""
-    log_probs: Share = 0.25
+    log_probs: ZeroToOne = 0.25
     """Share of the trainer's time for log-probs and values, which `rollout.stream_log_probs` overlaps with generation."""
     sync_s: NonNegativeFloat = 3.0
     """Seconds of a weight update; engines pause meanwhile."""
@@ -82,9 +80,9 @@ class SimulatedResponsesConfig(Section):
     """99th percentile of answer times; null: all take the median."""
     environment_tokens: PositiveInt = 32
     """Tokens that the environment adds after a response."""
-    all_right: Share = 0.1
+    all_right: ZeroToOne = 0.1
     """Share of prompts that are always solved."""
-    all_wrong: Share = 0.1
+    all_wrong: ZeroToOne = 0.1
     """Share of prompts that are never solved. Success rates of the remaining prompts are spread evenly from 0 to 1."""
 
     @rule
@@ -119,11 +117,11 @@ class SimulationConfig(Section):
 
     steps: Annotated[PositiveInt, Field(ge=2)] = 16
     """Training steps to simulate."""
-    engine: SimulatedEngineConfig = Field(default_factory=SimulatedEngineConfig)
+    engine: SimulatedEngineConfig = SimulatedEngineConfig()
     """Speed of engines."""
-    trainer: SimulatedTrainerConfig = Field(default_factory=SimulatedTrainerConfig)
+    trainer: SimulatedTrainerConfig = SimulatedTrainerConfig()
     """Speed of the trainer and of weight updates."""
-    responses: SimulatedResponsesConfig = Field(default_factory=SimulatedResponsesConfig)
+    responses: SimulatedResponsesConfig = SimulatedResponsesConfig()
     """Responses of domains not listed in `domains`."""
     domains: dict[str, SimulatedResponsesConfig] = Field(default_factory=dict)
     """Responses by domain."""
