@@ -57,10 +57,11 @@ def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module
         "__named__": guard_named_value,
         "__minus__": minus,
         "__true__": lambda one: one is not NotImplemented and one,
+        "__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300]),
+        "__reached__": set(),
+        "__all_reached__": functools.partial(_all_reached, failed),
+        **{f"__{name}__": one for name, one in CALLING.items()},
     }
-    names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
-    names |= {f"__{name}__": one for name, one in CALLING.items()}
-    names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
     if "unittest" in source:
         _guard_unittest(failed)
     tree = ast.parse(source)
