@@ -38,7 +38,7 @@ OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
 NUMBERS = (int, float, complex)
-RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs")
+RAISING = {"raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs"}
 
 
 def replaced_by(source: str) -> set[str]:
@@ -114,7 +114,7 @@ class _Guards(ast.NodeTransformer):
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
-        if names & set(RAISING):
+        if names & RAISING:
             return node
         key = ast.Constant(node.lineno)
         mark = ast.Expr(ast.Call(ast.Attribute(ast.Name("__reached__", ast.Load()), "add", ast.Load()), [key], []))

@@ -161,7 +161,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 def _asked(name: Any, given: Any) -> Asked:
     """Return an instruction's id and arguments. Tabular data sets store unused arguments as null (dropped) and integers as floats
     (converted)."""
-    given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
+    given = _parsed(given, f"{name}: arguments")
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
     return str(name), {str(key): _argument(value) for key, value in (given or {}).items() if value is not None}
@@ -175,7 +175,7 @@ def _argument(value: Any) -> Any:
 
 def _list(value: Any, where: str) -> list[Any]:
     value = _parsed(value, where)
-    if value is None or isinstance(value, Mapping) or not hasattr(value, "__iter__"):
+    if isinstance(value, Mapping) or not hasattr(value, "__iter__"):
         raise RewardFailed(f"reward instruction: {where} must hold a list, got {value!r:.80}")
     return list(value)
 
