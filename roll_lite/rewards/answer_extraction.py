@@ -8,6 +8,7 @@ from roll_lite.data.boxes import BLANK, BOX, BOX_NAME, boxes
 from roll_lite.data.samples import FinishReason, RewardInput
 
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.IGNORECASE | re.DOTALL)
 THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
@@ -55,13 +56,7 @@ def finished(sample: RewardInput) -> str:
 
 
 def last_tagged(response: str) -> str | None:
-    found, start = None, None
-    for tag in TAG.finditer(response):
-        if not tag[1]:
-            start = tag.end()
-        elif start is not None:
-            found, start = response[start : tag.start()], None
-    return found
+    return next(reversed(TAGGED.findall(response)), None)
 
 
 def last_boxes(text: str) -> list[str]:

@@ -13,7 +13,6 @@ import re
 import traceback
 import typing
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -34,9 +33,9 @@ LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 
 class RewardFailed(Exception):
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
+    @property
+    def cause(self) -> str:
+        return str(self)
 
 
 class ResponseSuspected(RewardFailed):
@@ -71,9 +70,16 @@ class RewardType(Section):
     def describe(self) -> str:
         return ""
 
+    def longest_s(self) -> dict[str, float]:
+        """Return a sample's wall-clock limits by argument."""
+        return {}
+
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         """Yield problems with the configuration. `place`: YAML path of the reward; `timeout_s`: a sample's time limit."""
-        yield from ()
+        for argument, seconds in self.longest_s().items():
+            if seconds >= timeout_s:
+                whole = f"the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
+                yield Problem(f"{place}.args.{argument}", f"allows {seconds:g} s by the clock; {whole}", getattr(self, argument))
 
     def needs_answer(self) -> bool:
         return False
@@ -84,12 +90,6 @@ class RewardType(Section):
 
     def response_for(self, answer: Any) -> str | None:
         return written(answer) if self.answers_are_responses else None
-
-
-def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
-    if seconds >= timeout_s:
-        message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
-        yield Problem(f"{place}.args.{argument}", message, value)
 
 
 WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
@@ -109,7 +109,6 @@ class RewardFunction:
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
         self.type = function if isinstance(function, RewardType) else RewardType()
-        self.at_once = self.type.at_once()
         self._function = function
         self._args = dict(args)
 
@@ -139,9 +138,16 @@ class RewardFunction:
         return [await self.score(items[0])] if len(items) == 1 else await self._called(items)
 
     async def _called(self, items: list[RewardInput]) -> list[Score | RewardFailed]:
-        with self._failures():
+        try:
             results = self._function(items if self.is_batched else items[0], **self._args)
             results = await results if self.is_async else results
+        except RewardFailed:
+            raise
+        except Exception as error:  # process edge: any exception of user code is recorded as a failure
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            kind = ResponseSuspected if isinstance(self._function, RewardType) and isinstance(error, BY_INPUT) else RewardFailed
+            where = f"({last.filename}, line {last.lineno})"
+            raise kind(f"reward {self.name}: {type(error).__name__}: {error} {where}") from error
         return self._read(results, len(items))
 
     def _read(self, results: Any, expected: int) -> list[Score | RewardFailed]:
@@ -154,25 +160,13 @@ class RewardFunction:
             raise RewardFailed(f"reward {self.name}: returned {len(found)} scores for {expected} samples")
         if suspected := next((one for one in found if isinstance(one, ResponseSuspected)), None):
             raise suspected
-        return [self._score_or_failure(one) for one in found]
-
-    def _score_or_failure(self, result: Any) -> Score | RewardFailed:
-        try:
-            return result if isinstance(result, RewardFailed) else to_score(result, self.name)
-        except RewardFailed as failure:
-            return failure
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except RewardFailed:
-            raise
-        except Exception as error:  # process edge: any exception of user code is recorded as a failure
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            kind = ResponseSuspected if isinstance(self._function, RewardType) and isinstance(error, BY_INPUT) else RewardFailed
-            where = f"({last.filename}, line {last.lineno})"
-            raise kind(f"reward {self.name}: {type(error).__name__}: {error} {where}") from error
+        scores: list[Score | RewardFailed] = []
+        for one in found:
+            try:
+                scores.append(one if isinstance(one, RewardFailed) else to_score(one, self.name))
+            except RewardFailed as failure:
+                scores.append(failure)
+        return scores
 
 
 def _scored(scores: list[Score | RewardFailed]) -> Score:
@@ -183,9 +177,6 @@ def _scored(scores: list[Score | RewardFailed]) -> Score:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    said = getattr(function, "batched", None)
-    if said is not None:
-        return bool(said)
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters:
         return False
@@ -216,9 +207,9 @@ def to_score(result: Any, name: str) -> Score:
     if not isinstance(_plain(value), numbers.Real):
         what = f"returned {value!r:.80} of type {type(value).__name__}"
         raise RewardFailed(f"{reward}: {what}; expected a number, a bool, a Score or a dict")
-    if not (correct is None or isinstance(correct, bool)):
+    if not isinstance(correct, bool | None):
         raise RewardFailed(f"{reward}: correct must be a bool or None, got {correct!r:.80}")
-    if not (answer is None or isinstance(answer, str)):
+    if not isinstance(answer, str | None):
         raise RewardFailed(f"{reward}: answer must be a string or None, got {answer!r:.80}")
     if not isinstance(details, Mapping):
         raise RewardFailed(f"{reward}: details must be a dict, got {details!r:.80}")

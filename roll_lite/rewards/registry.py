@@ -20,7 +20,7 @@ from roll_lite.rewards.base import RewardFunction, RewardType, hints_of
 from roll_lite.rewards.terms import Reward, Term, labels_of
 
 REWARDS = {
-    "math": "roll_lite.rewards.math.MathReward",
+    "math": "roll_lite.rewards.math.reward.MathReward",
     "exact": "roll_lite.rewards.text.exact.ExactReward",
     "code": "roll_lite.rewards.code.reward.CodeReward",
     "choice": "roll_lite.rewards.text.choice.ChoiceReward",
@@ -99,27 +99,16 @@ def _converted(value: Any, hint: Any, path: str) -> Any:
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
     for name, domain in config.domains.items():
-        yield from readable(_reward(config, f"domains.{name}.reward", domain) if "reward" in vars(domain) else ())
+        yield from readable(_reward(config, f"domains.{name}.reward", domain))
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    reward = domain.reward
-    yield from readable(_part(config, path, domain, reward))
-    for index, term in enumerate(reward.terms):
+    yield from readable(_part(config, path, domain, domain.reward))
+    for index, term in enumerate(domain.reward.terms):
         yield from readable(_part(config, f"{path}.terms.{index}", domain, term))
 
 
-def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
-    if read.needs_answer() and domain.data.answer is None:
-        message = f"{part.name} ({place}) reads the reference answer: name its column"
-        yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
-    for argument, columns in read.named_columns().items():
-        for column, message in columns_missing(domain.data, columns):
-            yield Problem(f"{place}.args.{argument}", message, column)
-
-
 def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
-    reward = domain.reward
     if "." in part.name:
         yield from check_function(place, "name", part.name, part.args, inputs=("the sample",))
         return
@@ -131,8 +120,13 @@ def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfi
     if isinstance(read, list):
         yield from read
         return
-    if part is not reward and read.within_a_run:
+    if part is not domain.reward and read.within_a_run:
         message = f"{part.name} gives a domain's reward itself, not a further term of it; make it the reward's type"
         yield Problem(f"{place}.name", message, part.name)
-    yield from readable(read.in_run(config, place, reward.timeout_s))
-    yield from readable(_data_of(place, domain, part, read))
+    yield from readable(read.in_run(config, place, domain.reward.timeout_s))
+    if read.needs_answer() and domain.data.answer is None:
+        message = f"{part.name} ({place}) reads the reference answer: name its column"
+        yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
+    for argument, columns in read.named_columns().items():
+        for column, message in columns_missing(domain.data, columns):
+            yield Problem(f"{place}.args.{argument}", message, column)

@@ -97,7 +97,7 @@ class LengthReward(RewardType):
             yield "limit", "length takes target or limit, not both; remove one"
 
     def __call__(self, sample: RewardInput) -> Score:
-        count = len(sample.response) if self.unit == "characters" else len(sample.response.split())
+        count = len(sample.response if self.unit == "characters" else sample.response.split())
         if self.target is None and self.limit is None:
             return Score(min(1.0, count / self.width), None, {self.unit: float(count)})
         off = max(0, count - self.limit) if self.limit is not None else abs(count - (self.target or 0))
@@ -127,7 +127,7 @@ class RepetitionReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         text = sample.response.casefold()
-        parts = text.split() if self.unit == "words" else list(text)
+        parts = text.split() if self.unit == "words" else text
         count = len(parts) - self.n + 1
         if count <= 0:
             return Score(0.0, None, {"repeated": 0.0})

@@ -40,8 +40,8 @@ class Remote:
     function's or class's name, an object's number, or [object's number, method name]. `has_methods`: True for an object of LeetCode's class
     Solution."""
 
-    def __init__(self, tests: Tests, at: str | int | list[Any], has_methods: bool = False) -> None:
-        self._tests, self._at, self._has_methods = tests, at, has_methods
+    def __init__(self, tests: Tests, at: str | int | list[Any]) -> None:
+        self._tests, self._at, self._has_methods = tests, at, False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._tests.call(self._at, args, kwargs)
@@ -294,21 +294,12 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -
             return getattr(objects[at[0]], at[1])
         return find(program, at) if isinstance(at, str) else objects[at]
 
-    def begin(asked: dict[str, Any]) -> dict[str, Any]:
-        limit_cpu(test_s)
-        return {"names": {name: None if callable(one) else [encode(one, refer)] for name, one in known().items()}}
-
     def known() -> dict[str, Any]:
         found = {}
         for name in names:
             with contextlib.suppress(KeyError, AttributeError):
                 found[name] = find(program, name)
         return found
-
-    def test(asked: dict[str, Any]) -> dict[str, Any]:
-        LOADED.put_back()
-        given = {name: one for name, one in known().items() if name in asked["test"]["names"]}
-        return {"token": asked["token"], "error": run_test(asked["test"], given, inside=True)}
 
     def call(asked: dict[str, Any]) -> dict[str, Any]:
         args, kwargs = decode(asked["args"], find_at), decode(asked["kwargs"], find_at)
@@ -321,8 +312,17 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float) -
         return said | {"changed": [[place, one] for (place, one), old in zip(now, before, strict=True) if one not in (None, old)]}
 
     while line := incoming.readline():
-        asked = json.loads(line)
-        answer = {"begin": begin, "call": call, "test": test}[asked["do"]](asked)
+        asked, answer = json.loads(line), dict[str, Any]()
+        match asked["do"]:
+            case "begin":
+                limit_cpu(test_s)
+                answer = {"names": {name: None if callable(one) else [encode(one, refer)] for name, one in known().items()}}
+            case "call":
+                answer = call(asked)
+            case "test":
+                LOADED.put_back()
+                given = {name: one for name, one in known().items() if name in asked["test"]["names"]}
+                answer = {"token": asked["token"], "error": run_test(asked["test"], given, inside=True)}
         outgoing.write(json.dumps(answer).encode() + b"\n")
         outgoing.flush()
 

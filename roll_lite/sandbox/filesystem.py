@@ -48,7 +48,7 @@ SHARED = "/dev/shm"
 WORK = "/sandbox"
 
 
-def readable_paths(more: Iterable[str] = ()) -> list[str]:
+def readable_paths(more: Iterable[str]) -> list[str]:
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -56,7 +56,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
     return kept
 
 
-def hidden_paths(more: Iterable[str] = ()) -> list[str]:
+def hidden_paths(more: Iterable[str]) -> list[str]:
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -106,7 +106,7 @@ def build_root(more: Iterable[str]) -> None:
     for path in hidden:
         make_read_only(f"{scratch}{path}")
     for path in DEVICES:
-        _make_target(path, f"{scratch}{path}", folder=False)
+        _make_target(f"{scratch}{path}", folder=False)
         mount(path, f"{scratch}{path}", None, MS_BIND)
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{scratch}/dev/{name}")  # noqa: PTH211
@@ -130,12 +130,12 @@ def _covered(shown: Iterable[str]) -> str:
 
 def _show(path: str, scratch: str) -> None:
     target = f"{scratch}{path}"
-    _make_target(path, target, folder=os.path.isdir(path))  # noqa: PTH112
+    _make_target(target, folder=os.path.isdir(path))  # noqa: PTH112
     mount(path, target, None, MS_BIND | MS_REC)
     make_read_only(target)
 
 
-def _make_target(path: str, target: str, folder: bool) -> None:
+def _make_target(target: str, folder: bool) -> None:
     os.makedirs(target if folder else os.path.dirname(target), 0o755, exist_ok=True)  # noqa: PTH103, PTH120
     if not folder:
         with open(target, "w", encoding="ascii"):  # noqa: PTH123

@@ -38,7 +38,7 @@ OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType)
 PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
 DEEPEST = 20
 NUMBERS = (int, float, complex)
-RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs")
+RAISING = {"raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs"}
 
 
 def replaced_by(source: str) -> set[str]:
@@ -57,10 +57,11 @@ def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module
         "__named__": guard_named_value,
         "__minus__": minus,
         "__true__": lambda one: one is not NotImplemented and one,
+        "__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300]),
+        "__reached__": set(),
+        "__all_reached__": functools.partial(_all_reached, failed),
+        **{f"__{name}__": one for name, one in CALLING.items()},
     }
-    names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
-    names |= {f"__{name}__": one for name, one in CALLING.items()}
-    names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
     if "unittest" in source:
         _guard_unittest(failed)
     tree = ast.parse(source)
@@ -113,7 +114,7 @@ class _Guards(ast.NodeTransformer):
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
-        if names & set(RAISING):
+        if names & RAISING:
             return node
         key = ast.Constant(node.lineno)
         mark = ast.Expr(ast.Call(ast.Attribute(ast.Name("__reached__", ast.Load()), "add", ast.Load()), [key], []))

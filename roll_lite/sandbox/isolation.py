@@ -119,7 +119,7 @@ def _namespaces(readable: Sequence[str]) -> Isolation:
         "users": "user namespace" if own_users else f"user {NOBODY}, no capabilities",
     }
     isolation = Isolation("namespaces", held, [], own_users)
-    _with_seccomp(isolation)
+    _filter_calls(isolation)
     return isolation
 
 
@@ -162,24 +162,21 @@ def _as_nobody() -> None:
     kernel.write_id_maps(NOBODY, NOBODY)
 
 
-def _with_seccomp(isolation: Isolation) -> None:
+def _filter_calls(isolation: Isolation, own_pid: int | None = None) -> None:
     try:
-        isolation.filter = seccomp.build_filter()
-        isolation.held["network"] += ", seccomp"
-        isolation.held["system calls"] = "seccomp"
+        isolation.filter = seccomp.build_filter(own_pid)
     except OSError as error:
         isolation.why_not.append(f"seccomp: {error}")
+    else:
+        network = isolation.held.get("network")
+        isolation.held |= {"network": f"{network}, seccomp" if network else "seccomp", "system calls": "seccomp"}
 
 
 def _without_namespaces(why_not: list[str], wanted: str) -> Isolation:
     if wanted == "none":
         return Isolation("none", {}, why_not)
     isolation = Isolation("landlock", {}, why_not)
-    try:
-        isolation.filter = seccomp.build_filter(0)
-        isolation.held |= {"network": "seccomp", "system calls": "seccomp"}
-    except OSError as error:
-        why_not.append(f"seccomp: {error}")
+    _filter_calls(isolation, own_pid=0)
     abi = landlock_abi()
     if os.getuid() == 0 and _may_use_another_user():
         own = FIRST_OF_OWN + os.getpid()
@@ -217,7 +214,8 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
         _own_namespaces(isolation, limits)
     else:
         os.chdir(folder)
-    alone = isolation.kind == "namespaces" or ("users" in isolation.held and isolation.user != NOBODY)
+    own_user = isolation.user != NOBODY
+    alone = isolation.kind == "namespaces" or own_user
     _set_limits(limits, 0 if alone else NPROC_ALLOWANCE + _threads_of(NOBODY if "users" in isolation.held else os.getuid()))
     if isolation.kind == "none":
         return
@@ -236,7 +234,7 @@ def isolate_program(isolation: Isolation, folder: str, limits: Mapping[str, Any]
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user resets it
     if isolation.filter:
-        signals_stay = landlock_abi() >= SCOPE_ABI or ("users" in isolation.held and isolation.user != NOBODY)
+        signals_stay = own_user or landlock_abi() >= SCOPE_ABI
         seccomp.install_filter(isolation.filter if isolation.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
 
 
@@ -290,14 +288,12 @@ def _threads_of(user: int) -> int:
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    space = ROOM * int(limits["memory_bytes"])
-    cpu = int(limits["cpu_s"]) + 1
     wanted = {
-        resource.RLIMIT_AS if limits["address_space"] else resource.RLIMIT_DATA: space,
-        resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
-        resource.RLIMIT_NOFILE: int(limits["open_files"]),
-        resource.RLIMIT_NPROC: int(limits["processes"]) + 1 + others,
+        resource.RLIMIT_AS if limits["address_space"] else resource.RLIMIT_DATA: ROOM * limits["memory_bytes"],
+        resource.RLIMIT_CPU: int(limits["cpu_s"]) + 1,
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_NPROC: limits["processes"] + 1 + others,
         resource.RLIMIT_CORE: 1,  # smaller than any core file; unlike 0, it also disables a core handler of the machine
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,

@@ -105,7 +105,7 @@ def prctl(option: int, *values: int) -> None:
     checked(libc.prctl(option, *arguments), f"prctl({option})")
 
 
-def drop_capabilities(keep: int = 0) -> None:
+def drop_capabilities(keep: int) -> None:
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
@@ -127,8 +127,5 @@ def has_capabilities(wanted: int) -> bool:
 def write_id_maps(uid: int, gid: int) -> None:
     """Map root in this process's new user namespace to `uid` and `gid` outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
-        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
-        try:
-            os.write(fd, text.encode())
-        finally:
-            os.close(fd)
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as stream:  # noqa: PTH123
+            stream.write(text)

@@ -148,10 +148,14 @@ class Sandbox:
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
         """`walls`: strongest isolation to try. `readable`: further folders that programs may read; `python_path`: also for imports."""
-        self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
-        self._settings["control_group"] = True
-        # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
-        self._settings["environment"] = dict(os.environ) if walls == "none" else {"PATH": "/usr/local/bin:/usr/bin:/bin"}
+        self._settings: dict[str, Any] = {
+            "walls": walls,
+            "readable": [*readable, *python_path],
+            "python_path": list(python_path),
+            "control_group": True,
+            # Without walls, an outer sandbox isolates programs, which then use the environment of its image.
+            "environment": dict(os.environ) if walls == "none" else {"PATH": "/usr/local/bin:/usr/bin:/bin"},
+        }
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._running: tuple[Program, list[int], float] | None = None

@@ -36,7 +36,7 @@ STACK = 8 << 20
 
 
 def run_program(order: dict[str, Any]) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "roll_lite" and name not in KEPT]:
+    for name in [name for name in sys.modules if name.startswith("roll_lite.")]:
         del sys.modules[name]
     if order["kind"] == "exec":
         _exec(order)
@@ -110,9 +110,6 @@ def _set_limit(which: int, limits: tuple[int, int]) -> None:
     except ValueError:
         if which not in (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_STACK):
             raise
-
-
-KEPT = ("roll_lite", "roll_lite.rewards")
 
 
 def _exec(order: dict[str, Any]) -> None:

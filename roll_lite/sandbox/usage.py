@@ -211,7 +211,7 @@ def _mappings(process: int, thread: str) -> int:
 
 
 def _share(process: int) -> float:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         running, waiting, *_ = map(int, _content(process, "schedstat").split())
-        return running / (running + waiting) if running + waiting else 1.0
+        return running / (running + waiting)
     return 1.0

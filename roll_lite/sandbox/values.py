@@ -138,7 +138,7 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         if type(args[0]) is not FIRST_ARGUMENT_TYPE.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
         part = ARGUMENT_TYPE.get(name)
-        if part is not None and not all(type(one) is part and _digits(one) <= LONGEST_NUMBER for one in args):
+        if part and not all(type(one) is part and _digits(one) <= LONGEST_NUMBER for one in args):
             raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
         if name == "OrderedDict":
             _spread([key for key, _ in args[0]])

@@ -86,8 +86,9 @@ def main(control: int, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
-    counted = {"counted": list(group.counts), "group": group.folder} if group is not None else {"counted": [], "group": ""}
-    line.sendall(json.dumps({"kind": isolation.kind, "held": isolation.held, "why_not": isolation.why_not, **counted}).encode() + b"\n")
+    hello = {"kind": isolation.kind, "held": isolation.held, "why_not": isolation.why_not}
+    hello |= {"counted": group.counts if group else [], "group": group.folder if group else ""}
+    line.sendall(json.dumps(hello).encode() + b"\n")
     try:
         Zygote(line, isolation, settings["readable"], folder, group).serve()
     finally:
@@ -205,7 +206,7 @@ class Zygote:
 
     def _watch(self, pid: int, limits: dict[str, Any], started: float) -> dict[str, Any]:
         # Python builds with old kernel headers lack os.pidfd_open.
-        handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else kernel.libc.syscall(PIDFD_OPEN, pid, 0)
+        handle = kernel.checked(kernel.libc.syscall(PIDFD_OPEN, pid, 0), "pidfd_open")
         poller = select.poll()
         poller.register(handle, select.POLLIN)
         poller.register(self._line.fileno(), select.POLLIN)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.math import MathReward
+from roll_lite.rewards.math.reward import MathReward
 from roll_lite.rewards.text.exact import ExactReward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -177,10 +177,13 @@ class ValidationSamplingConfig(HeldOutSamplingConfig):
     """Sampling temperature; 0: greedy."""
 
 
+Pattern = Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
+
+
 class FormatConfig(Section):
     """Bonus or penalty for a response's format, independent of its correctness."""
 
-    pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)]
+    pattern: Pattern
     """Regular expression searched in the response; `.` matches line breaks."""
     bonus: float = 0.1
     """Bonus for matching responses."""

@@ -72,7 +72,7 @@ def same_value(expected: Any, found: Any, tolerance: float) -> bool:
         wanted, had = ({str(key): value for key, value in one.items()} for one in (expected, found))
         return wanted.keys() == had.keys() and all(same_value(wanted[key], had[key], tolerance) for key in wanted)
     if isinstance(expected, bool) or isinstance(found, bool):
-        return isinstance(expected, bool) and isinstance(found, bool) and expected == found
+        return expected is found
     if isinstance(expected, NUMBERS) and isinstance(found, NUMBERS):
         if isinstance(expected, int) and isinstance(found, int):
             return expected == found

@@ -13,7 +13,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.files import elsewhere, kind_of
 from roll_lite.rewards.answer_extraction import after_thinking, is_cut
-from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
+from roll_lite.rewards.base import RewardFailed, RewardType
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code.compare import Compare
 from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
@@ -135,9 +135,12 @@ class CodeReward(RewardType):
         runner = self._backend()
         return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
 
+    def longest_s(self) -> dict[str, float]:
+        """If `timeout_s` expired first, a slow program's sample would fail instead of scoring 0."""
+        return {"total_s": WALL_PER_CPU * self.total_s}
+
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """Check limits and folders. If `timeout_s` expired before `total_s`, a slow program's sample would fail instead of scoring 0."""
-        yield from too_slow(place, "total_s", self.total_s, WALL_PER_CPU * self.total_s, timeout_s)
+        yield from super().in_run(config, place, timeout_s)
         if self.backend is not None:
             return  # a remote sandbox has its own Python and folders
         for name in ("readable", "python_path"):
@@ -181,10 +184,6 @@ class CodeReward(RewardType):
         wrong += [f"has {piece!r}" for piece in self.forbid if piece in source]
         if wrong:
             return Score(0.0, False, shown | {"verdict": wrong[0]})
-        try:
-            source.encode()
-        except UnicodeEncodeError:
-            return Score(0.0, False, {"verdict": "no text"})
         if is_expression:
             return Attempt(source, f"value = lambda: eval({source.strip()!r}, {{}})", None, tests)
         language = languages[tag] if tag in languages else next(iter(languages.values()))

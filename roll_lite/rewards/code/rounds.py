@@ -153,11 +153,10 @@ class Rounds:
         if not group[0].asserts and not group[0].function:
             yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(group[0], ended)
             return
-        said = [_json(line) for line in ended.result.splitlines()][: len(group)]
+        said = [_said(line) for line in ended.result.splitlines()][: len(group)]
         for test, one in zip(group, said, strict=False):
             yield _assert_verdict(attempt, one, ended) if test.asserts else self._value_verdict(attempt, test, one)
-        told = bool(said) and isinstance(said[-1], dict) and "stopped" in said[-1]
-        if len(said) == len(group) or (said and group[0].asserts and (told or not ended.stopped)):
+        if len(said) == len(group) or (said and group[0].asserts and ("stopped" in said[-1] or not ended.stopped)):
             return  # the remaining tests get another process
         if ended.stopped:
             yield _LIMITS[ended.stopped]
@@ -172,9 +171,8 @@ class Rounds:
             return ""
         return f"printed {printed!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
 
-    def _value_verdict(self, attempt: Attempt, test: Test, said: Any) -> str:
-        if not isinstance(said, dict) or "value" not in said:
-            said = said if isinstance(said, dict) else {}
+    def _value_verdict(self, attempt: Attempt, test: Test, said: dict[str, Any]) -> str:
+        if "value" not in said:
             return _LIMITS.get(str(said.get("stopped")), f"no value: {said.get('error', 'no answer')}")
         try:
             value = decode(said["value"])
@@ -196,13 +194,12 @@ def _works_in_place(tests: Sequence[Test]) -> bool:
 
 
 def _needed_kb(test: Test) -> int:
-    if isinstance(test.expected, str):
-        return len(test.expected.encode(errors="replace")) * 2 // 1024
-    return len(json.dumps(encode(test.expected))) * 2 // 1024
+    text = test.expected if isinstance(test.expected, str) else json.dumps(encode(test.expected))
+    return len(text.encode(errors="replace")) * 2 // 1024
 
 
-def _assert_verdict(attempt: Attempt, said: Any, ended: Outcome) -> str | RewardFailed:
-    if not isinstance(said, dict):
+def _assert_verdict(attempt: Attempt, said: dict[str, Any], ended: Outcome) -> str | RewardFailed:
+    if not said:
         return "failed: the tests did not end"
     if said.get("cannot"):
         return RewardFailed(f"the harness cannot do this: {said['cannot']:.{SHOWN}}")
@@ -223,11 +220,12 @@ _LIMITS = {
 }
 
 
-def _json(content: bytes) -> Any:
+def _said(line: bytes) -> dict[str, Any]:
     try:
-        return json.loads(content)
+        said = json.loads(line)
     except (ValueError, RecursionError):
-        return None
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _tail(stderr: bytes) -> str:

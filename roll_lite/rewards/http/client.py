@@ -5,7 +5,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -14,10 +14,9 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
-from roll_lite.config.problems import HIDDEN, Problem
+from roll_lite.config.problems import HIDDEN
 from roll_lite.config.schema.base import Section
-from roll_lite.config.schema.run import RunConfig
-from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardType, too_slow
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardType
 
 BACKOFF_S, LONGEST_BACKOFF_S, CONNECT_S = 0.25, 8.0, 5.0
 SHOWN_CHARACTERS, SHORTEST_SECRET = 200, 8
@@ -70,9 +69,8 @@ class AskingReward(RewardType, HttpSettings):
     def warm(self) -> None:
         import httpx2  # noqa: F401
 
-    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        if "timeout_s" in self.model_fields_set:
-            yield from too_slow(place, "timeout_s", self.timeout_s, self.timeout_s, timeout_s)
+    def longest_s(self) -> dict[str, float]:
+        return {"timeout_s": self.timeout_s} if "timeout_s" in self.model_fields_set else {}
 
 
 class ServiceRefused(ResponseSuspected):

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, NonNegativeFloat, PositiveInt
 
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.base import Mistakes, rule
+from roll_lite.config.schema.domains import Pattern
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import compile_format, placeholders
 from roll_lite.data.samples import RewardInput, Score
@@ -81,7 +82,7 @@ class JudgeReward(AskingReward):
     response."""
     system: str | None = None
     """System message."""
-    pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
+    pattern: Pattern | None = None
     r"""Regular expression for the verdict in the judge's text: the first group of its last match, or the whole match. It also matches
     quotations: anchor it with `\Z` if the judge may quote verdicts."""
     choices: dict[str, float] | None = None
@@ -155,7 +156,7 @@ class JudgeReward(AskingReward):
         yield from super().in_run(config, place, timeout_s)
         if self.server is None:
             return
-        for unneeded in ("url", "model"):
+        for unneeded in ADDRESS:
             if getattr(self, unneeded) is not None:
                 yield Problem(f"{place}.args.{unneeded}", "is the run's to say where there is a server; remove it, or server")
         known = config.judges
@@ -174,11 +175,11 @@ async def _said(client: HttpClient, request: dict[str, Any]) -> str | None:
         choice = answer["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         is_cut = choice.get("finish_reason") == "length"
+        if not isinstance(text, str | None):
+            raise TypeError
     except (KeyError, IndexError, TypeError):
         told = f"no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
         raise ResponseSuspected(f"reward judge: {url}: {told}") from None
-    if text is not None and not isinstance(text, str):
-        raise ResponseSuspected(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
     return None if is_cut else text or ""
 
 

@@ -136,6 +136,9 @@ def _scored(row: int, reward: Any, score: Any, logs: Mapping[str, Any], place: s
     for name, value in (("rewards", reward), ("scores", 0 if score is None else score)):
         if not (isinstance(value, int | float) and math.isfinite(value)):
             return ResponseSuspected(f"{place}: {name}[{row}] is {value!r:.80}, expected a finite number")
-    given = {name: value for name, value in {"score": score, **logs}.items() if isinstance(value, str | int | float)}
-    details = {str(name): value if isinstance(value, str) else float(value) for name, value in given.items()}
+    details: dict[str, float | str] = {
+        str(name): value if isinstance(value, str) else float(value)
+        for name, value in {"score": score, **logs}.items()
+        if isinstance(value, str | int | float)
+    }
     return Score(float(reward), None if score is None else float(score) >= CORRECT, details)

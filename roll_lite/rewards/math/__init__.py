@@ -1,3 +1,0 @@
-from roll_lite.rewards.math.reward import MathReward
-
-__all__ = ["MathReward"]

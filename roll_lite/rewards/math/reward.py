@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -10,12 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from roll_lite.config.problems import Problem
-from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.boxes import plain_boxes
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import finished, last_boxes
-from roll_lite.rewards.base import RewardFailed, RewardType, too_slow, written
+from roll_lite.rewards.base import RewardFailed, RewardType, written
 from roll_lite.rewards.math import equality
 from roll_lite.rewards.math.answers import Extract, find_answer, is_formula, without_form, words
 from roll_lite.rewards.math.equality import APPROXIMATELY, NAME, SET, Parsed, list_of, parse, sides, written_form
@@ -124,8 +121,8 @@ class MathReward(RewardType):
     def needs_answer(self) -> bool:
         return True
 
-    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
+    def longest_s(self) -> dict[str, float]:
+        return {"cpu_limit_s": self.cpu_limit_s}
 
     def response_for(self, answer: Any) -> str | None:
         return written(answer, self.extract)

@@ -131,7 +131,7 @@ class BatchScorer:
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
-        at_once = function.at_once or len(open_)
+        at_once = function.type.at_once() or len(open_)
         calls = [open_[start : start + at_once] for start in range(0, len(open_), at_once)]
         while calls:
             call = calls.pop(0)

@@ -66,8 +66,7 @@ class ChoiceReward(RewardType):
 
 def _options(column: Any, name: str, letters: int) -> tuple[dict[str, str], dict[str | int, str]]:
     """Return {letter: text of the option} (texts are empty without a column), and {letter, label or list index: letter}."""
-    if column is None:
-        return dict.fromkeys(ALPHABET[:letters], ""), {letter: letter for letter in ALPHABET[:letters]}
+    column = dict.fromkeys(ALPHABET[:letters], "") if column is None else column
     labels, texts = None, column
     if isinstance(column, dict):
         labels, texts = (column["label"], column["text"]) if set(column) == {"text", "label"} else (list(column), list(column.values()))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator
+from typing import Literal
 
 from roll_lite.config.schema.base import Mistakes, rule
-from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.config.schema.domains import Pattern, RewardConfig
 from roll_lite.config.text_templates import compile_format
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardType
@@ -43,7 +40,7 @@ class FormatReward(RewardType):
 
     answers_are_responses = False
 
-    pattern: Annotated[str, AfterValidator(lambda pattern: compile_format(pattern).pattern)] | None = None
+    pattern: Pattern | None = None
     """Regular expression to find in the response. `.` matches line breaks; anchor with ^ and $."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
     r"""Built-in pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else. think: one
@@ -55,8 +52,8 @@ class FormatReward(RewardType):
             yield "", "give either pattern or preset"
 
     def __call__(self, sample: RewardInput) -> Score:
-        compiled = compile_format(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
-        found = _found(compiled, sample.response, FORMAT_SECONDS)
+        pattern = PRESETS[self.preset] if self.preset is not None else self.pattern or ""
+        found = _found(pattern, sample.response, FORMAT_SECONDS)
         return Score(float(bool(found)), bool(found), {"verdict": TOO_LONG} if found is None else {})
 
 
@@ -66,12 +63,12 @@ FormatCheck = Callable[[str], bool]
 def format_check(config: RewardConfig) -> FormatCheck | None:
     if config.format is None:
         return None
-    pattern, seconds = compile_format(config.format.pattern), min(FORMAT_SECONDS, config.timeout_s / 2)
+    pattern, seconds = config.format.pattern, min(FORMAT_SECONDS, config.timeout_s / 2)
     return lambda response: bool(_found(pattern, response, seconds))
 
 
-def _found(pattern: re.Pattern[str], response: str, seconds: float) -> bool | None:
+def _found(pattern: str, response: str, seconds: float) -> bool | None:
     try:
-        return limited(seconds, lambda: pattern.search(response)) is not None
+        return limited(seconds, lambda: compile_format(pattern).search(response)) is not None
     except TimeLimitExceeded:
         return None

@@ -3,16 +3,14 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from roll_lite.config.problems import Problem
-from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, complete, is_cut
-from roll_lite.rewards.base import RewardFailed, RewardType, too_slow
+from roll_lite.rewards.base import RewardFailed, RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.text.instruction_checks import CHECKS, read_arguments
 from roll_lite.rewards.text.instruction_checks.parts import visible
@@ -100,8 +98,8 @@ class InstructionReward(RewardType):
         details |= {"too_long": ", ".join(too_long)} if too_long else {}
         return Score(value, not missed, details | ({"verdict": CUT} if is_cut(sample) else {}))
 
-    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
+    def longest_s(self) -> dict[str, float]:
+        return {"cpu_limit_s": self.cpu_limit_s}
 
 
 def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool:
@@ -163,7 +161,7 @@ def _paired(ids: Any, arguments: Any, where_ids: str, where_arguments: str) -> l
 def _asked(name: Any, given: Any) -> Asked:
     """Return an instruction's id and arguments. Tabular data sets store unused arguments as null (dropped) and integers as floats
     (converted)."""
-    given = _parsed(given, f"{name}: arguments") if isinstance(given, str) else given
+    given = _parsed(given, f"{name}: arguments")
     if given is not None and not isinstance(given, Mapping):
         raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
     return str(name), {str(key): _argument(value) for key, value in (given or {}).items() if value is not None}
@@ -177,7 +175,7 @@ def _argument(value: Any) -> Any:
 
 def _list(value: Any, where: str) -> list[Any]:
     value = _parsed(value, where)
-    if value is None or isinstance(value, Mapping) or not hasattr(value, "__iter__"):
+    if isinstance(value, Mapping) or not hasattr(value, "__iter__"):
         raise RewardFailed(f"reward instruction: {where} must hold a list, got {value!r:.80}")
     return list(value)
 

@@ -18,10 +18,9 @@ from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.boxes import plain_boxes
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.math import MathReward
 from roll_lite.rewards.math.answers import Extract
 from roll_lite.rewards.math.quantities import plain_number, quantity, tidy
-from roll_lite.rewards.math.reward import NOT_A_NUMBER
+from roll_lite.rewards.math.reward import NOT_A_NUMBER, MathReward
 from roll_lite.rewards.running.batch_scorer import BatchScorer
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "cases.jsonl").read_text().splitlines()]

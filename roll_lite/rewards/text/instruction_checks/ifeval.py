@@ -8,7 +8,6 @@ from typing import Any
 
 from roll_lite.rewards.text.instruction_checks.parts import every, sentences, whole_words
 
-FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
 AROUND = 0.1
@@ -76,9 +75,7 @@ def sections(response: str, splitter: str) -> int:
 
 
 def json_format(response: str) -> bool:
-    text = response.strip()
-    for fence in FENCES:
-        text = text.removeprefix(fence)
+    text = re.sub(r"\A```(?:json|Json|JSON)?", "", response.strip())
     try:
         json.loads(text.removesuffix("```").strip())
     except (ValueError, RecursionError):
