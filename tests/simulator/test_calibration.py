@@ -1,4 +1,4 @@
-"""`tiny_grpo_run` holds what a run of the shipped tiny_grpo has written in its first four steps, as far as it is read here."""
+"""`tiny_grpo_run` and `tiny_guess_run` hold what runs of these recipes wrote in their first four steps, as far as it is read here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import yaml
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.simulation import SimulationConfig
 from roll_lite.files import CONFIGS
-from roll_lite.simulator.calibration import MeasuredRun, calibrated, fit, measured, passes, read_run
+from roll_lite.simulator.calibration import MeasuredRun, calibrated, fit, measured, passes, policy_tokens, read_run
 from roll_lite.simulator.scenario import scenario_of
 from roll_lite.simulator.simulation import simulate
 
@@ -115,7 +115,7 @@ def test_turns_and_the_environments_time_are_measured() -> None:
     metrics = {step: {"time/step": 3.0 + waits, "rollout/generation_seconds": 2.0 + waits} for step in (1, 2)}
     found = measured(MeasuredRun(1, 8, 1, metrics, {1: samples, 2: samples}), SimulationConfig(), ["add"])
     add = found.domains["add"]
-    assert (add.turns, add.turns_p99, add.environment_s, add.environment_tokens) == (2.0, 2.0, 0.5, 4)
+    assert (add.turns, add.turns_p99, add.environment_s, add.environment_tokens) == (1.667, 2.0, 0.5, 4), "5 turns of 3 episodes"
     assert add.quantiles == [10.0] * 21
     assert found.engine.pass_ms == pytest.approx(1e3 * 2.0 / 20), "20 passes of the longest"
 
@@ -129,6 +129,17 @@ def test_the_simulation_of_a_real_run_takes_as_long_as_the_run() -> None:
     lengths = [sample["response_tokens"] for step in (2, 3, 4) for sample in run.samples[step]]
     tokens = sum(step.response_tokens for step in outcome.steps) / sum(step.samples for step in outcome.steps)
     assert tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.05)
+
+
+def test_the_simulation_of_a_real_run_of_several_turns_takes_as_long_as_the_run() -> None:
+    folder = RUN.with_name("tiny_guess_run")
+    run = read_run(folder)
+    outcome = simulate(scenario_of(calibrated(load_config("tiny_guess", CONFIGS, []), folder)))
+    steps = [run.metrics[step]["time/step"] for step in (2, 3, 4)]
+    assert outcome.step_s == pytest.approx(sum(steps) / 3, rel=0.1)
+    spoken = [policy_tokens(sample) for step in (2, 3, 4) for sample in run.samples[step]]
+    tokens = sum(step.response_tokens for step in outcome.steps) / sum(step.samples for step in outcome.steps)
+    assert tokens == pytest.approx(sum(spoken) / len(spoken), rel=0.05)
 
 
 def test_a_validation_after_a_step_takes_nothing_from_it(tmp_path: Path) -> None:
