@@ -197,10 +197,10 @@ def _value(text: str) -> Any:
 
 @dataclass
 class _Branches:
-    """An `if` or `case`. `subject`: what a `case` compares. `reads`: whether to read the current branch. `over`: one that surely runs was
-    met."""
+    """An `if` or `case`. `reads`: whether to read the current branch. `over`: a branch that surely runs was met."""
 
     subject: str = ""
+    """What a `case` compares."""
     reads: bool = True
     over: bool = False
     awaits_pattern: bool = False
@@ -208,6 +208,52 @@ class _Branches:
     def enter(self, holds: bool | None) -> None:
         self.reads = not self.over and holds is not False
         self.over |= holds is True
+
+
+class _Conditions:
+    """Conditions of a shell script around the current word."""
+
+    def __init__(self) -> None:
+        self._open: list[_Branches] = []
+        self._test: list[str] | None = None
+        """Words so far of the condition after `if`."""
+
+    @property
+    def reads(self) -> bool:
+        return all(one.reads for one in self._open)
+
+    def take(self, words: list[str], has_then: bool) -> int:
+        """Return how many of the first words belong to conditions, not to commands: 0, 1 or 3. `has_then`: `then` may follow an `if`."""
+        word = words[0]
+        if self._test is not None:
+            if word == "then":
+                self._open[-1].enter(_holds(self._test))
+                self._test = None
+            else:
+                self._test.append(word)
+        elif word in ("if", "elif") and has_then:
+            self._test = []
+            if word == "if" or not self._open:
+                self._open.append(_Branches())
+        elif word == "case" and words[2:3] == ["in"]:
+            self._open.append(_Branches(words[1], awaits_pattern=True))
+            return 3
+        elif not self._open:
+            return 0
+        elif word in ("fi", "esac"):
+            self._open.pop()
+        elif word == "else":
+            self._open[-1].enter(True)
+        elif self._open[-1].awaits_pattern:
+            self._open[-1].awaits_pattern = False
+            self._open[-1].enter(_matches(self._open[-1].subject, word.strip("()")))
+        else:
+            return 0
+        return 1
+
+    def end_branch(self) -> None:
+        if self._open:
+            self._open[-1].awaits_pattern = True
 
 
 def _matches(subject: str, patterns: str) -> bool | None:
@@ -242,8 +288,7 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
     conditions that only the shell knows, all branches are read but `npu`, for other hardware."""
     variables: dict[str, str] = {}
     command: list[tuple[str, int]] = []
-    branches: list[_Branches] = []
-    condition: list[str] | None = None
+    conditions = _Conditions()
     before, is_array, runs, status = "", False, True, None
     lines = [line.rstrip() for line in text.splitlines()]
     for number, line in enumerate(lines, 1):
@@ -254,36 +299,18 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
         except ValueError:  # the quotation ends in a later line
             before += "" if goes_on else "\n"
             continue
-        follows = [line.strip() for line in lines[number : number + 1]]
         words = [part for word in quoted for part in _ENDING.split(word) if part or not word]
-        before, passed = "", -1
-        for at, word in enumerate(words):
-            if at <= passed:
+        has_then = goes_on or "then" in (*words, *(one.strip() for one in lines[number : number + 1])) or words[-1:] in (["&&"], ["||"])
+        before = ""
+        while words:
+            if not command and (taken := conditions.take(words, has_then)):
+                words = words[taken:]
                 continue
-            is_read = runs and all(one.reads for one in branches)
+            word, *words = words
+            is_read = runs and conditions.reads
             match = None if command else _ASSIGNMENT.fullmatch(word)
             is_array |= bool(match and match["open"])
-            if condition is not None:
-                if word == "then":
-                    branches[-1].enter(_holds(condition))
-                    condition = None
-                else:
-                    condition.append(word)
-            elif not command and word in ("if", "elif") and ("then" in words + follows or goes_on or words[-1] in ("&&", "||")):
-                condition = []
-                if word == "if" or not branches:
-                    branches.append(_Branches())
-            elif not command and word == "case" and words[at + 2 :][:1] == ["in"]:
-                branches.append(_Branches(words[at + 1], awaits_pattern=True))
-                passed = at + 2
-            elif branches and not command and word in ("fi", "esac"):
-                branches.pop()
-            elif branches and not command and word == "else":
-                branches[-1].enter(True)
-            elif branches and branches[-1].awaits_pattern:
-                branches[-1].awaits_pattern = False
-                branches[-1].enter(_matches(branches[-1].subject, word.strip("()")))
-            elif match and not is_array:
+            if match and not is_array:
                 if is_read:
                     variables[match[1]] = variables.get(match[1], "") * len(match[2]) + match[4]
                 status = True if runs else status
@@ -294,14 +321,14 @@ def _commands(text: str) -> Iterator[list[tuple[str, int]]]:
                     status = _holds([one for one, _ in command]) if command[0][0] in ("[", "[[") else None
                 command, is_array = [], False
                 runs = status is None or {"&&": status, "||": not status}.get(word, True)
-                if word == ";;" and branches:
-                    branches[-1].awaits_pattern = True
+                if word == ";;":
+                    conditions.end_branch()
             elif command and command[-1][0] == "-c" and is_read:
                 yield from ([(one, number) for one, _ in inner] for inner in _commands(word))
             elif command or not _BEFORE_ASSIGNMENT.fullmatch(word):
                 command.append((match[4] if match else word, number))
         if not goes_on and (not is_array or line.endswith(")")):
-            if runs and all(one.reads for one in branches):
+            if runs and conditions.reads:
                 yield command
             command, is_array, runs, status = [], False, True, None
     yield command
