@@ -30,7 +30,7 @@ from roll_lite.config.schema.domains import RewardConfig  # noqa: E402
 from roll_lite.config.schema.run import RayConfig  # noqa: E402
 from roll_lite.data.samples import RewardInput, Score  # noqa: E402
 from roll_lite.rewards.base import RewardFailed, to_score  # noqa: E402
-from roll_lite.rewards.math import MathReward  # noqa: E402
+from roll_lite.rewards.math.reward import MathReward  # noqa: E402
 from roll_lite.rewards.registry import reward_type  # noqa: E402
 
 MathReward().warm()  # a function of one's own has no warm-up but its import, and the time limit here is short

@@ -32,7 +32,7 @@ from roll_lite.config.schema.domains import RewardConfig  # noqa: E402
 from roll_lite.config.schema.run import RayConfig  # noqa: E402
 from roll_lite.data.samples import RewardInput, Score  # noqa: E402
 from roll_lite.rewards.base import RewardFailed  # noqa: E402
-from roll_lite.rewards.math import MathReward  # noqa: E402
+from roll_lite.rewards.math.reward import MathReward  # noqa: E402
 
 WORKERS = 2
 
